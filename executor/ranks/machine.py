@@ -146,7 +146,7 @@ class MemoryWatch:
 
     def __init__(self, device: torch.device) -> None:
         gc.collect()  # reference cycles freed while it watches would lower the peak
-        self.device, self._stop, self._reading = device, threading.Event(), threading.Lock()
+        self.device, self._stop, self._reading = device, threading.Event(), threading.RLock()
         self._before = self._peak = allocated() or 0
         self._thread: threading.Thread | None = None
         if device.type == "cuda":
@@ -168,9 +168,10 @@ class MemoryWatch:
     def left_out(self) -> Iterator[None]:
         """Return a context whose allocations do not count: the server's, or an evaluation's."""
         with self._reading:
-            before = allocated() or 0
+            before = (allocated() or 0) - self._before
             yield
-            grown = (allocated() or 0) - before if self._thread else 0
+            # beyond what contexts inside this one have left out
+            grown = (allocated() or 0) - self._before - before if self._thread else 0
             self._before, self._peak = self._before + grown, self._peak + grown
 
     def peak(self) -> int | None:
