@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import redirect_stdout, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import pairwise
@@ -51,7 +51,7 @@ from gnnplan.executor.modules.make import (
     source_of,
 )
 from gnnplan.executor.modules.pieces import Pieces
-from gnnplan.executor.modules.prove import followed, prove, run_once
+from gnnplan.executor.modules.prove import followed, must_call_alike, prove, run_once
 from gnnplan.executor.modules.record import Named, Unfit, words_of
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.gnn.workload import Module, ModuleLayer, Workload
@@ -105,6 +105,10 @@ def with_user_model(
     >>> problem, notes = with_user_model(problem, MyGNN(100, 64, 47))  # doctest: +SKIP
     """
     user = read(model, problem.workload, GraphFields.of(problem), folder)
+    if user.module is not None:
+        graph, dtype = GraphFields.of(problem), dtype_of(problem.workload.precision.weights)
+        with _told_of(user.description), redirect_stdout(sys.stderr):
+            must_call_alike(user.module, graph, dtype, problem.stats.vertices, problem.stats.edges)
     if user.pieces and problem.graph is not None:
         _as_read(problem.graph, user.description, user.pieces)
     given = list(given)
@@ -117,11 +121,18 @@ def _as_read(graph: Graph, module: Module, pieces: Pieces) -> Graph:
 
     Raises SpecError if `forward` reads other numbers from its edges than when recorded."""
     graph = replace(graph, loops=True) if pieces.loops else graph
-    try:
+    with _told_of(module):
         pieces.structure.must_answer_alike(graph.csr_edges, graph.vertex_fields)
+    return graph
+
+
+@contextmanager
+def _told_of(module: Module) -> Iterator[None]:
+    """Raise SpecError, with the module's file and name, for Unfit."""
+    try:
+        yield
     except Unfit as unfit:
         raise SpecError(f"{module.file}: {module.name}: {unfit}") from unfit
-    return graph
 
 
 def read(

@@ -256,7 +256,7 @@ class _Unseen(Exception):
 
     def __init__(self, path: str, words: str = UNSEEN) -> None:
         super().__init__(path)
-        self.path, self.words = path, f"line {line}: {words}" if (line := _line()) else words
+        self.path, self.words = path, f"line {line}: {words}" if (line := line_now()) else words
 
 
 def record(
@@ -436,7 +436,7 @@ class _Recorder(TorchFunctionMode):
             raise Unfit(f"forward makes more than {MOST_CALLS:,} calls of torch; use fewer layers")
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             raise Unfit(AUTOCAST)
-        line = _line()
+        line = line_now()
         # the call may change a list among its arguments, so they are converted before the call
         node = Node(
             call,
@@ -804,7 +804,7 @@ def _callee() -> str:
     return inner
 
 
-def _line() -> int:
+def line_now() -> int:
     """Return the innermost line of the user's code that is running; 0: there is none."""
     for frame, line in traceback.walk_stack(sys._getframe(1)):
         if frame.f_code is record.__code__:

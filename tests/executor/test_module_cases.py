@@ -15,11 +15,12 @@ from written import quiet
 import gnnplan
 from gnnplan.executor.modules.bind import GraphFields, Small
 from gnnplan.executor.modules.prove import prove
-from gnnplan.executor.modules.read import UserModule, optional, read, read_again
+from gnnplan.executor.modules.read import UserModule, optional, read, read_again, with_user_model
 from gnnplan.executor.modules.record import Unfit
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import CsrEdges
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.testing.ranks import Case
 
 GRAPH = "synthetic:community?vertices=60&edges=240&features=6&classes=3"
 PLAIN = GraphFields(6, 3)
@@ -152,6 +153,26 @@ def test_fields_of_edges_may_pass_a_layer_that_does_not_learn(tmp_path):
     kept = "self.kept = nn.Linear(5, 1).requires_grad_(False)"
     model = written(tmp_path, body, "x, edge_index, edge_attr", kept)
     assert read(model, Workload(), graph_with("edge_attr")).pieces
+
+
+@pytest.mark.parametrize(
+    ("branch", "calls"),
+    [
+        ("h = h.tanh() if len(x) > 1600 else h.relu()", "tanh on 2,000 vertices, and relu"),
+        ("h = h * (0.5 if edge_index.size(1) > 9000 else 2.0)", r"mul\(0.5\) .*, and mul\(2\)"),
+    ],
+)
+def test_a_branch_on_the_size_of_the_graph_is_refused_where_it_is_taken(tmp_path, branch, calls):
+    """It was recorded as graphs of 1,201 vertices and fewer take it."""
+    lines = ["h = self.a(x, edge_index)", branch, "return self.c(h, edge_index)"]
+    model = written(tmp_path, "\n".join(lines))
+    small, large = (
+        Case("graph_parallel", GRAPH.replace("=60&edges=240", sizes)).problem(2)
+        for sizes in ("=60&edges=240", "=2000&edges=10000")
+    )
+    assert with_user_model(small, model)[0].workload.is_module
+    with pytest.raises(SpecError, match=f"Net: line 16: forward calls {calls}"):
+        with_user_model(large, model)
 
 
 def table_of(text: str, *names: str) -> Any:

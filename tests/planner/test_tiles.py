@@ -199,7 +199,7 @@ def test_a_plan_tries_it_where_narrow_sums_were_measured(family):
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_no_order_moves_fewer_numbers(model, hidden, dropout):
     """Against all ways to leave four layers, by rows or by columns."""
-    shapes = describe(Workload(model=model, layers=4, hidden=hidden, dropout=dropout), F, C)
+    shapes = describe(Workload(model=model, layers=4, hidden=hidden, dropout=dropout), 12, 4)
     cached = (shapes.aggregate_cached(1), False, False, False)
     every = []
     for leaves in product((False, True), repeat=3):
