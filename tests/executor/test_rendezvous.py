@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -25,8 +26,9 @@ from gnnplan.executor.launch.rank_process import Agreement, Found, Ready
 from gnnplan.executor.launch.run_request import Options, RunRequest
 from gnnplan.executor.ranks import rendezvous
 from gnnplan.executor.ranks.checkpoint import Checkpoints
-from gnnplan.executor.ranks.comm import gather_all, gather_bytes
-from gnnplan.executor.ranks.rank import Rank
+from gnnplan.executor.ranks.comm import all_reduce, gather_all, gather_bytes, swap
+from gnnplan.executor.ranks.near import DONE, MESSAGE, Near, _Peer
+from gnnplan.executor.ranks.rank import Rank, open_rank
 from gnnplan.executor.ranks.rendezvous import (
     from_launcher,
     join,
@@ -35,7 +37,8 @@ from gnnplan.executor.ranks.rendezvous import (
 )
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import GnnplanError, Infeasible, Mismatch, SpecError
-from gnnplan.testing.ranks import Case
+from gnnplan.planner.vocabulary.schedule import Label
+from gnnplan.testing.ranks import Case, ForkServer
 
 GRAPH = "synthetic:community?vertices=2000&edges=20000&features=16&classes=4&seed=0"
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -135,7 +138,18 @@ def test_a_store_that_others_may_reach_by_another_address_listens_on_all(address
 SAID = [{"host": "größe", "numbers": [1, 0.1, None]}, ["longer " * 100], 3]
 
 
-def say(rank: int, port: int, out: str) -> None:
+def run_three(talk: Callable[[int, int], None], folder: Path, fork_server: ForkServer) -> None:
+    """Let three ranks, who know the port of their store, talk to each other."""
+    store, script = store_of_this_machine(), folder / "rank.py"
+    script.write_text(
+        f"import sys\nsys.path[:0] = {sys.path}\nimport test_rendezvous\n"
+        f"test_rendezvous.{talk.__name__}(int(sys.argv[1]), {store.port})\nprint('done')\n"
+    )
+    ended = fork_server.run([([str(script), rank], {}) for rank in "012"], folder, 40)
+    assert [rank.stdout for rank in ended] == ["done\n"] * 3, ended
+
+
+def say(rank: int, port: int) -> None:
     env = on_this_machine(port, "tests")
     store = join(env, LIMIT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=LIMIT)
@@ -144,20 +158,69 @@ def say(rank: int, port: int, out: str) -> None:
     own = bytes(range(rank * 100))  # rank 0 says nothing
     found = gather_bytes(own, device)
     assert found == ([bytes(range(r * 100)) for r in range(3)] if rank == 0 else [])
-    Path(out, str(rank)).touch()
     dist.destroy_process_group()
 
 
 def test_what_ranks_say_arrives_as_it_is(tmp_path, fork_server):
-    store, out = store_of_this_machine(), tmp_path / "out"
-    out.mkdir()
-    script = tmp_path / "rank.py"
-    script.write_text(
-        f"import sys\nsys.path[:0] = {sys.path}\nfrom test_rendezvous import say\n"
-        f"say(int(sys.argv[1]), {store.port}, {str(out)!r})\n"
-    )
-    ended = fork_server.run([([str(script), rank], {}) for rank in "012"], tmp_path, 40)
-    assert sorted(path.name for path in out.iterdir()) == ["0", "1", "2"], ended
+    run_three(say, tmp_path, fork_server)
+
+
+def exchange(number: int, port: int) -> None:
+    os.environ |= on_this_machine(port, "near") | {"RANK": str(number), "WORLD_SIZE": "3"}
+    rank = open_rank(10)
+    dist.isend = dist.irecv = dist.all_reduce = None  # over Gloo it would fail
+
+    def message(sender: int, receiver: int) -> torch.Tensor:
+        rows = 0 if sender == 2 else 1 + 100_000 * receiver  # rank 2 sends nothing
+        return torch.full((rows, 3), float(10 * sender + receiver))
+
+    for _ in range(2):
+        ins = [torch.empty_like(message(peer, number)) for peer in range(3)]
+        outs = [message(number, peer) for peer in range(3)]
+        swap(rank, outs, ins, rank.groups.exchanges)
+        for peer in {0, 1, 2} - {number}:
+            assert torch.equal(ins[peer], message(peer, number))
+    for length in (0, 1, 2, 100_000):
+        flat = torch.arange(length) + 10.0**number
+        all_reduce(rank, Label("all_reduce", 0), flat, (0, 1, 2))
+        assert torch.equal(flat, 3 * torch.arange(length) + 111.0)
+    rank.close()
+
+
+@pytest.mark.processes
+def test_no_row_between_ranks_on_one_machine_passes_through_gloo(tmp_path, fork_server):
+    run_three(exchange, tmp_path, fork_server)
+
+
+@pytest.fixture
+def ends():
+    """Two ranks' connections to each other, in one process."""
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for end in ends:
+        end.settimeout(0.2)
+    yield [_Peer(1 - rank, end, os.getpid()) for rank, end in enumerate(ends)]
+    for end in ends:
+        end.close()
+
+
+def test_a_peer_that_is_silent_or_gone_or_sends_other_rows_is_named(ends):
+    rows, peer = torch.zeros(4), Near({1: ends[0]})
+    with pytest.raises(RuntimeError, match=re.escape("Connection to rank 1: timed out")):
+        peer.swap({}, {1: rows})
+    ends[1].offer(torch.zeros(5))
+    with pytest.raises(RuntimeError, match="rank 1 sends 20 B instead of 16 B"):
+        peer.swap({}, {1: rows})
+    ends[1].connection.close()
+    with pytest.raises(RuntimeError, match="Connection closed by rank 1"):
+        peer.swap({}, {1: rows})
+    with pytest.raises(RuntimeError, match="Connection to rank 1 is lost"):
+        peer.swap({1: rows}, {})
+
+
+def test_memory_that_may_not_be_read_goes_over_gloo(ends):
+    ends[0].tell(MESSAGE.pack(8, 4))  # nothing is at address 8
+    ends[0].tell(DONE)
+    assert not ends[1].readable()
 
 
 def test_nothing_from_a_network_is_unpickled():
