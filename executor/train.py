@@ -24,7 +24,7 @@ from gnnplan.executor.layers.models import Net
 from gnnplan.executor.layers.targets import no_counts, scores
 from gnnplan.executor.modules.read import read_again, with_structure
 from gnnplan.executor.ranks.checkpoint import Checkpoints, must_have_epochs
-from gnnplan.executor.ranks.comm import gather_bytes
+from gnnplan.executor.ranks.gather import gather_bytes
 from gnnplan.executor.ranks.learner import (
     WORKER,
     Best,

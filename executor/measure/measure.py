@@ -38,7 +38,7 @@ from gnnplan.executor.measure.microbench import (
 )
 from gnnplan.executor.measure.rehearsal import BATCHES, READS, held_to
 from gnnplan.executor.ranks.activity import Activity, read, seen
-from gnnplan.executor.ranks.comm import gather_all
+from gnnplan.executor.ranks.gather import gather_all
 from gnnplan.executor.ranks.machine import cores, free_memory
 from gnnplan.executor.ranks.rank import connect, place_rank
 from gnnplan.executor.ranks.rendezvous import launcher_env, store_of_all

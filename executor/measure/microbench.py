@@ -20,7 +20,8 @@ from gnnplan.executor.layers.blocks import features
 from gnnplan.executor.layers.kernels import Block, aggregate, attend, linear
 from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.measure.rehearsal import PIECES, BatchRehearsal, Rehearsal
-from gnnplan.executor.ranks.comm import Exchange, gather_all
+from gnnplan.executor.ranks.comm import Exchange
+from gnnplan.executor.ranks.gather import gather_all
 from gnnplan.executor.ranks.machine import device_name
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.ranks.recorder import DeviceClock

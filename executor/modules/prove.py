@@ -78,16 +78,23 @@ def run_once(module: nn.Module, graph: GraphFields, dtype: torch.dtype = torch.f
         return _output(module, small, small.given(dtype))
 
 
+@contextmanager
+def _plainly() -> Iterator[None]:
+    """Let the user's code call torch in the way that is recorded, without warnings."""
+    with (
+        _one_product(),
+        _uncompiled(),
+        _without_recomputation(),
+        warnings.catch_warnings(action="ignore"),
+        torch.sparse.check_sparse_tensor_invariants(),  # type: ignore[no-untyped-call]
+    ):
+        yield
+
+
 def _guarded(small: Small, run: Callable[[], T]) -> T:
     """Run the user's code. Raises Unfit with its line instead of other errors."""
     try:
-        with (
-            _one_product(),
-            _uncompiled(),
-            _without_recomputation(),
-            warnings.catch_warnings(action="ignore"),
-            torch.sparse.check_sparse_tensor_invariants(),  # type: ignore[no-untyped-call]
-        ):
+        with _plainly():
             return run()
     except Unfit as unfit:
         raise Unfit(f"{line_of(unfit)}{unfit}") from None
@@ -518,9 +525,7 @@ def must_call_alike(
             given = {name: on_meta(name, value, calls is many) for name, value in values.items()}
             with (
                 torch.no_grad(),
-                warnings.catch_warnings(action="ignore"),
-                _uncompiled(),
-                _without_recomputation(),
+                _plainly(),
                 replaced(torch.fx.experimental._config, "meta_nonzero_assume_all_nonzero", True),
                 suppress(Exception),
                 torch.device("meta"),

@@ -104,9 +104,9 @@ def with_user_model(
 
     >>> problem, notes = with_user_model(problem, MyGNN(100, 64, 47))  # doctest: +SKIP
     """
-    user = read(model, problem.workload, GraphFields.of(problem), folder)
+    graph, dtype = GraphFields.of(problem), dtype_of(problem.workload.precision.weights)
+    user = read(model, problem.workload, graph, folder)
     if user.module is not None:
-        graph, dtype = GraphFields.of(problem), dtype_of(problem.workload.precision.weights)
         with _told_of(user.description), redirect_stdout(sys.stderr):
             must_call_alike(user.module, graph, dtype, problem.stats.vertices, problem.stats.edges)
     if user.pieces and problem.graph is not None:

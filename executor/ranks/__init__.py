@@ -5,7 +5,8 @@
     recorder.py     spans of a rank's operations, bytes that it sends; a CUDA device's clock
     rendezvous.py   the launcher's environment, and the store where ranks meet
     near.py         exchanges between ranks on one machine, through memory
-    comm.py         exchanges of rows, point-to-point messages, all-reduces, small messages
+    comm.py         exchanges of rows, point-to-point messages, all-reduces
+    gather.py       small values of all ranks
     learner.py      all-reduce of gradients; SGD, Adam and AdamW; the whole model's weights,
                     independent of ranks; the best weights
     checkpoint.py   files from which a training resumes

@@ -3,17 +3,14 @@
 The gradient of an exchange is the same exchange in the other direction. Over a slow link isend and
 irecv pairs beat all_to_all_single (211 against 356 ms for 10 MB at 400 Mbit/s). NCCL moves device
 tensors. Gloo moves host tensors, so rows on a device are staged through host memory. CPU ranks on
-one machine exchange rows without Gloo (near.py). Small values are gathered as JSON: nothing that is
-received from a network is unpickled."""
+one machine exchange rows without Gloo (near.py)."""
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gnnplan.executor.layers.kernels import SparseRows
-from gnnplan.executor.ranks.near import NOBODY
 from gnnplan.executor.ranks.rank import Rank, completed_future
 from gnnplan.planner.vocabulary.numbers import Group
 from gnnplan.planner.vocabulary.schedule import Collective, Label, Ring
@@ -180,15 +176,15 @@ def swap(
     receivers = [(me + distance) % count for distance in distances]
     takes = {ranks[i]: ins[i] for i in sources if ins[i].numel()}
     gives = {ranks[i]: outs[i] for i in receivers if outs[i].numel()}
-    nearby = rank.groups.nearby.get(group, NOBODY)
+    near = rank.groups.near(group)
     # Receives first. Otherwise Gloo's ready-to-receive message would wait behind this rank's own
     # data, and only one direction would be used at a time (8 MB each way at 400 Mbit/s: 303 ms
     # instead of 167).
     posts: list[_Post]
-    posts = [(dist.irecv, rows, peer) for peer, rows in takes.items() if peer not in nearby.peers]
-    posts += [(dist.isend, rows, peer) for peer, rows in gives.items() if peer not in nearby.peers]
-    handles = begin(rank, posts, group)
-    nearby.swap(gives, takes)
+    posts = [(dist.irecv, rows, peer) for peer, rows in takes.items()]
+    posts += [(dist.isend, rows, peer) for peer, rows in gives.items()]
+    handles = begin(rank, [post for post in posts if post[2] not in near.peers], group)
+    near.swap(gives, takes)
     for handle in handles:
         handle.wait()
 
@@ -305,17 +301,23 @@ def all_reduce(rank: Rank, label: Label, flat: Tensor, group: Group) -> None:
         return
     with rank.recorder.sending(label, "reduce", reduced_bytes(rank, flat, group)):
         wire = rank.staged(flat)
-        of = rank.groups.of(group)
-        nearby = rank.groups.nearby.get(of, NOBODY)
-        # lanes may reduce at the same time: only Gloo keeps their messages apart
-        alone = threading.current_thread() is threading.main_thread()
-        if alone and len(nearby.peers) == len(group) - 1:
-            nearby.all_reduce(wire.view(-1), group.index(rank.rank))
         # a pipeline stage whose layers only aggregate has an empty gradient, which is on no device
-        elif flat.numel():
-            dist.all_reduce(wire, group=of)
+        if flat.numel():
+            _sum(rank, wire, group)
         if wire is not flat:
             flat.copy_(wire)
+
+
+def _sum(rank: Rank, wire: Tensor, group: Group) -> None:
+    """Sum `wire`, which the backend can send, over the ranks of `group`, in place."""
+    of = rank.groups.of(group)
+    near = rank.groups.near(of)
+    # lanes may reduce at the same time: only Gloo keeps their messages apart
+    alone = threading.current_thread() is threading.main_thread()
+    if alone and len(near.peers) == len(group) - 1:
+        near.all_reduce(wire.view(-1), group.index(rank.rank))
+    else:
+        dist.all_reduce(wire, group=of)
 
 
 def total(rank: Rank, numbers: Tensor) -> Tensor:
@@ -347,33 +349,3 @@ def begin_all_reduce(rank: Rank, label: Label, flat: Tensor, group: Group) -> Fu
                 flat.copy_(wire)
 
     return rank.lanes.submit("reduce", end)
-
-
-def gather_all(own: Any, device: torch.device) -> list[Any]:
-    """Return every rank's value, by rank. Values are JSON's. device: for the backend's messages."""
-    return [json.loads(other) for other in _gather(json.dumps(own).encode(), device)]
-
-
-def gather_bytes(own: bytes, device: torch.device) -> list[bytes]:
-    """Return every rank's bytes, by rank, on rank 0; an empty list on other ranks."""
-    return _gather(own, device, to_first=True)
-
-
-def _gather(own: bytes, device: torch.device, to_first: bool = False) -> list[bytes]:
-    world, is_first = dist.get_world_size(), dist.get_rank() == 0
-    sizes = torch.zeros(world, dtype=torch.int64, device=device)
-    sizes[dist.get_rank()] = len(own)
-    dist.all_reduce(sizes)
-    longest = int(sizes.max())
-    padded = bytearray(own.ljust(longest, b"\0"))
-    message = torch.frombuffer(padded, dtype=torch.uint8).to(device)
-    takes = is_first or not to_first
-    messages = [torch.empty_like(message) for _ in range(world)] if takes else []
-    if to_first:
-        dist.gather(message, messages if is_first else None)
-    else:
-        dist.all_gather(messages, message)
-    return [
-        bytes(other.cpu().numpy())[:size]
-        for other, size in zip(messages, sizes.tolist(), strict=False)
-    ]

@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-ADDRESS_BYTES = 128  # longest name of a machine's network and of a socket in it
+from gnnplan.executor.ranks.gather import gather_all
+
 MESSAGE = struct.Struct("qq")  # where a message is, and its size [B]
 DONE, REFUSED = b"d", b"r"  # what a reader answers
 PR_SET_PTRACER, ANY_PROCESS = 0x59616D61, ctypes.c_ulong(-1)
@@ -139,14 +140,16 @@ def connect(rank: int, group: dist.ProcessGroup | None, timeout_s: float) -> Nea
     """
     network = _network()
     if not network:
-        _told_by_all("", group)
+        gather_all("", torch.device("cpu"), group)
         return NOBODY
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind("")  # Linux chooses a name
         listener.listen(dist.get_world_size(group))
         listener.settimeout(timeout_s)
-        told = _told_by_all(f"{network} {listener.getsockname()[1:].decode()}", group)
-        names = {peer: each.split()[1] for peer, each in told.items() if each.startswith(network)}
+        own = f"{network} {listener.getsockname()[1:].decode()}"
+        told = gather_all(own, torch.device("cpu"), group)
+        everyone = zip(dist.get_process_group_ranks(group), told, strict=True)
+        names = {peer: each.split()[1] for peer, each in everyone if each.startswith(network)}
         connections = {}
         for peer in (peer for peer in names if peer > rank):
             connections[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -161,15 +164,6 @@ def connect(rank: int, group: dist.ProcessGroup | None, timeout_s: float) -> Nea
         process = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED)
         peers.append(_Peer(peer, connection, process))
     return Near({peer.rank: peer for peer in peers if peer.readable()})
-
-
-def _told_by_all(own: str, group: dist.ProcessGroup | None) -> dict[int, str]:
-    """Return what every rank of the group tells, by rank; at most `ADDRESS_BYTES`."""
-    message = torch.frombuffer(bytearray(own.encode().ljust(ADDRESS_BYTES)), dtype=torch.uint8)
-    messages = [torch.empty_like(message) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(messages, message, group=group)
-    words = (bytes(each.numpy()).decode().strip() for each in messages)
-    return dict(zip(dist.get_process_group_ranks(group), words, strict=True))
 
 
 def _network() -> str:

@@ -52,7 +52,7 @@ class Groups:
     timeout_s: float = 30.0  # of a collective or message
     nccl_least_s: float = NCCL_LEAST_S  # least timeout over NCCL
     exchanges: dist.ProcessGroup | None = None  # of all ranks, for exchanges of rows
-    nearby: dict[dist.ProcessGroup | None, near.Near] = field(default_factory=dict)
+    _near: dict[dist.ProcessGroup | None, near.Near] = field(default_factory=dict)
     _by_ranks: dict[Group, dist.ProcessGroup] = field(default_factory=dict)
 
     @property
@@ -106,6 +106,10 @@ class Groups:
             return self.of((min(self.rank, peer), max(self.rank, peer)))
         return self.exchanges
 
+    def near(self, group: dist.ProcessGroup | None) -> near.Near:
+        """Return the other ranks of a group that are on this machine and exchange by memory."""
+        return self._near.get(group, near.NOBODY)
+
     def await_all(self, group: dist.ProcessGroup | None) -> None:
         """Wait for all ranks of the group (a barrier)."""
         if self.world > 1:
@@ -123,7 +127,7 @@ class Groups:
         if self.backend == "nccl":
             self.await_all(group)
         elif self.device.type == "cpu":
-            self.nearby[group] = near.connect(self.rank, group, self.timeout_s)
+            self._near[group] = near.connect(self.rank, group, self.timeout_s)
 
 
 class _Enqueued(Future[T]):

@@ -28,7 +28,8 @@ from gnnplan.executor.launch.rank_process import Agreement, Found, Ready
 from gnnplan.executor.launch.run_request import Options, RunRequest
 from gnnplan.executor.ranks import rendezvous
 from gnnplan.executor.ranks.checkpoint import Checkpoints
-from gnnplan.executor.ranks.comm import all_reduce, gather_all, gather_bytes, swap
+from gnnplan.executor.ranks.comm import all_reduce, swap
+from gnnplan.executor.ranks.gather import gather_all, gather_bytes
 from gnnplan.executor.ranks.near import DONE, MESSAGE, Near, _Peer
 from gnnplan.executor.ranks.rank import Rank, open_rank
 from gnnplan.executor.ranks.rendezvous import (
