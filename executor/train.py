@@ -363,7 +363,7 @@ class _Training:
         earlier, tensors = self.earlier.get, self.watch.peak()
         return {
             "peak_rss_bytes": max(peak(torch.device("cpu")), earlier("peak_rss_bytes", 0)),
-            "peak_bytes": tensors and max(tensors, earlier("peak_bytes") or 0),
+            "peak_bytes": None if tensors is None else max(tensors, earlier("peak_bytes") or 0),
             "bytes": dict(self.rank.recorder.sent),
             "rss_bytes": self.resident_bytes,
             "rows": dict(self.rows),
