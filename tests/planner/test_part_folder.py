@@ -192,6 +192,12 @@ def test_every_strategy_is_predicted_as_on_the_graph(tmp_path, kind, fields):
     assert {row["gpus"] for row in (*whole, *parts)} == {2}
     for what in ("strategy", "epoch_s"):
         assert [row[what] for row in parts] == [row[what] for row in whole]
+    # ranks map a graph's file together, but each that samples gathers adjacency lists from parts;
+    # link prediction gathers the edges that are not held out from both
+    lists = 4 * graph.stats.edges + 8 * (graph.stats.vertices + 1)
+    gathered = lists * (asked["mode"] == "mini" and "task" not in asked)
+    for ours, theirs in zip(parts, whole, strict=True):
+        assert ours["memory_bytes"] == theirs["memory_bytes"] + gathered
 
 
 def test_a_plan_is_of_its_parts(tmp_path):

@@ -23,6 +23,7 @@ import numpy as np
 from gnnplan.planner.cluster.compute import SECTOR
 from gnnplan.planner.gnn.model import COUNTS_AT_ENDS, block_bytes
 from gnnplan.planner.gnn.trace import PIECES
+from gnnplan.planner.graph.part_folder import PartGraph
 from gnnplan.planner.graph.sampling import Ids
 from gnnplan.planner.ownership.layout import LayerCounts
 from gnnplan.planner.ownership.minibatch import Batches, MiniBatch
@@ -294,9 +295,9 @@ class Supply:
         [ranks].
 
         On a CPU: degrees, the position of each vertex among the sources, the order of an epoch's
-        edges for link prediction, and the rank's copy of spread lists. Sampler processes share a
-        rank's degrees. With a GPU all data are in the server's memory, unless the GPU samples and
-        has room for all of its lists.
+        edges for link prediction, and the rank's copy of spread lists, or of all lists if they come
+        from a folder of parts. Sampler processes share a rank's degrees and copy. With a GPU all
+        data are in the server's memory, unless the GPU samples and has room for all of its lists.
         """
         problem, lists, inline = self.problem, self.lists, not self.prefetch
         stats, ranks = problem.stats, range(problem.ranks)
@@ -306,7 +307,7 @@ class Supply:
             return copied * (self.lists_there == 1.0 and (self.lays_there or inline))
         order = PLACE * stats.edges * (1 + inline) * (problem.workload.task == "link")
         own = degrees + PLACE_AMONG_SOURCES * stats.vertices * inline + order
-        return own + copied * (lists is not None)
+        return own + copied * (lists is not None or isinstance(problem.graph, PartGraph))
 
     def _arriving(self, batch: MiniBatch) -> np.ndarray:
         """Return the bytes of row buffers during loading, besides the batch's features [ranks]."""
@@ -352,6 +353,8 @@ class Supply:
         servers = numbered(problem.servers)
         ranks_at = grouped(range(problem.ranks), servers.__getitem__).values()
         use = {"lists": np.array([bytes_at(problem, self.lists, ranks) for ranks in ranks_at])}
+        if isinstance(problem.graph, PartGraph):  # each rank gathers lists of its own
+            use["lists"] = use["lists"] * [len(ranks) for ranks in ranks_at]
         if self.prefetch and not self.lays_there:
             links = problem.workload.task == "link"
             positions = PLACE_AMONG_SOURCES * stats.vertices + links * PLACE * stats.edges
