@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import scipy.sparse as sp
@@ -54,10 +54,9 @@ def class_ids(path: str, name: str, y: Array) -> Array:
     if (whole != np.floor(whole)).any():
         return y
     if (bad := np.abs(whole) > LARGEST_WHOLE).any():
-        first = int(np.flatnonzero(bad)[0])
         raise SpecError(
-            f"{path}: {name}[{first}]: labels must be whole class ids (NaN or -1: none), found"
-            f" {y[first]}; if they are numbers to predict, use --task regression"
+            f"{path}: {name}[{bad.argmax()}]: labels must be whole class ids (NaN or -1: none),"
+            f" found {y[bad][0]}; if they are numbers to predict, use --task regression"
         )
     return whole.astype(np.int64)
 
@@ -84,8 +83,10 @@ def read_labels(
     nothing = Labels(np.full(vertices, -1, np.int64), 0, np.ones(vertices, bool))
     if y is None:
         return nothing
-    y = typed(path, "y", y, "iufb", (1, 2))
-    if numbers or _are_numbers(y := class_ids(path, "y", y)):
+    y = class_ids(path, "y", typed(path, "y", y, "iufb", (1, 2))) if not numbers else y
+    known = y[np.isfinite(y)]
+    beyond = y.ndim == 1 or ((known < 0) | (known > 1)).any()
+    if numbers or (beyond and (known != np.floor(known)).any()):
         with np.errstate(over="ignore", invalid="ignore"):
             y = y.reshape(len(y), -1).astype(np.float32)
         if np.isinf(y).any():
@@ -102,25 +103,17 @@ def read_labels(
     return found if found.labelled.any() else nothing
 
 
-def _are_numbers(y: Array) -> bool:
-    """Whether y cannot be labels, so that it must be numbers to predict."""
-    known = y[np.isfinite(y)]
-    beyond = y.ndim == 1 or bool(((known < 0) | (known > 1)).any())
-    return beyond and bool((known != np.floor(known)).any())
-
-
 def _targets(path: str, y: Array, labelled: Array) -> Array:
     """Return targets [N, C] in [0, 1], 0 for vertices without labels. Raises SpecError."""
-    with np.errstate(invalid="ignore"):
-        bad = ~((y >= 0) & (y <= 1)) & labelled[:, None]
-    if y.shape[1] < 1 or bad.any():
-        first, found = np.argwhere(bad)[:1].tolist(), y[bad].ravel()[:1].tolist()
-        raise SpecError(
-            f"{path}: y{first[0] if first else ''}: multi-label targets [N, C] must lie in [0, 1],"
-            f" found {found or f'shape {y.shape}'}; save 0 or 1 for each class, write -1 for all"
-            " classes of a vertex without labels, or save class ids as integers [N]"
-        )
     y = np.where(labelled[:, None], y, np.zeros(1, y.dtype))
+    bad = np.argwhere(~((y >= 0) & (y <= 1)))[:1]
+    if y.shape[1] < 1 or bad.size:
+        where, found = "".join(map(str, bad.tolist())), [y[tuple(at)].item() for at in bad]
+        raise SpecError(
+            f"{path}: y{where}: multi-label targets [N, C] must lie in [0, 1], found"
+            f" {found or f'shape {y.shape}'}; save 0 or 1 for each class, write -1 for all classes"
+            " of a vertex without labels, or save class ids as integers [N]"
+        )
     return y.astype(np.uint8 if np.isin(y, (0, 1)).all() else np.float32)
 
 
@@ -128,20 +121,19 @@ def _classes(path: str, y: Array, classes: int | None) -> int:
     """Return the number of classes of the ids y [N]. Raises SpecError for invalid class ids."""
     allowed = classes or MOST_VERTICES
     if (bad := (y < -1) | (y >= allowed)).any():
-        first = int(np.flatnonzero(bad)[0])
         raise SpecError(
-            f"{path}: y[{first}]: labels must be class ids 0 to {allowed - 1:,} (-1 = none), found"
-            f" {int(y[first])}; {_remedy_of(int(y[first]))}"
+            f"{path}: y[{bad.argmax()}]: labels must be class ids 0 to {allowed - 1:,} (-1 = none),"
+            f" found {y[bad][0]}; {_remedy_of(int(y[bad][0]))}"
         )
     if classes:
         return classes
-    ids = np.unique(y[y >= 0])
-    high = int(ids[-1]) if ids.size else -1
-    marks = high in NO_LABEL and int(ids[-2:][0]) != high - 1
-    if marks or high + 1 > 2 * ids.size:  # a stray id would widen the last layer unnoticed
+    ids = np.unique(np.append(-1, y))  # ascending; -1: none
+    high = int(ids[-1])
+    marks = high in NO_LABEL and int(ids[-2]) != high - 1
+    if marks or high + 1 > 2 * (ids.size - 1):  # a stray id would widen the last layer unnoticed
         raise SpecError(
-            f"{path}: y[{int(y.argmax())}]: labels must be class ids 0 to C-1 without large gaps,"
-            f" but the highest is {high:,} and only {ids.size:,} ids occur; {_remedy_of(high)}"
+            f"{path}: y[{y.argmax()}]: labels must be class ids 0 to C-1 without large gaps, but"
+            f" the highest is {high:,} and only {ids.size - 1:,} ids occur; {_remedy_of(high)}"
         )
     return high + 1
 
@@ -208,20 +200,20 @@ def mask_of(path: str, name: str, array: Array, vertices: int) -> Array:
 
     Raises SpecError if the array is neither, or could be both."""
     array = column(array)
-    flags = array.dtype.kind == "b"
-    if flags and array.shape != (vertices,):
+    if array.dtype.kind == "b" and array.shape != (vertices,):
         raise SpecError(
             f"{path}: {name}: must have a value for each of {vertices:,} vertices, has shape"
             f" {list(array.shape)}; write all, or a list of ids"
         )
-    binary = array.dtype.kind in "iuf" and array.shape == (vertices,) != (0,)
-    binary = binary and bool(np.isin(array, (0, 1)).all())
-    if binary and np.unique(array).size == vertices:
+    of_each = array.dtype.kind in NUMBERS and array.shape == (vertices,)
+    if not (of_each and np.isin(array, (0, 1)).all()):
+        return mask_of_ids(path, name, array, vertices)
+    if array.dtype.kind != "b" and 0 < vertices == np.unique(array).size:
         raise SpecError(
             f"{path}: {name}: {array.tolist()} may be ids of vertices or a mask of {vertices};"
             f" save {name}.astype(bool) if it is a mask"
         )
-    return array.astype(bool) if flags or binary else mask_of_ids(path, name, array, vertices)
+    return array.astype(bool)
 
 
 def column(array: Array) -> Array:
@@ -238,13 +230,10 @@ def as_mask(path: str, name: str, mask: Array, notes: list[str]) -> Array:
         if mask.shape[1] > 1:
             notes.append(f"{name} holds {mask.shape[1]} splits; the first is taken")
         mask = mask[:, 0]
-    if mask.dtype.kind == "b":
-        return mask
     if (bad := ~np.isin(mask, (0, 1))).any():
-        first = int(np.flatnonzero(bad)[0])
         raise SpecError(
-            f"{path}: {name}[{first}]: must hold booleans, or zeros and ones, found"
-            f" {mask.flat[first]}; save True or False for each vertex"
+            f"{path}: {name}[{bad.argmax()}]: must hold booleans, or zeros and ones, found"
+            f" {mask[bad][0]}; save True or False for each vertex"
         )
     return mask.astype(bool)
 
@@ -265,40 +254,36 @@ def split_of(
     labelled, classes, vertices = labels.labelled, labels.classes, len(labels.labelled)
     if classes == 0:
         notes.append("no labels: can be planned, not trained")
-    if given:
-        masks = [given.get(name, np.zeros(vertices, bool)) for name in MASKS]
-    else:
+    if not given:
         notes.append(f"random 60/20/20 split by seed {seed}: the file has no train_mask")
-        masks = [*random_split(labelled, rng)]
-    if given and "train_mask" not in given:
-        masks[0] = labelled & ~masks[1] & ~masks[2]
+        given = dict(zip(MASKS, random_split(labelled, rng), strict=True))
+    train, val, test = (given.get(name, np.zeros(vertices, bool)) for name in MASKS)
+    if "train_mask" not in given:
+        train = labelled & ~val & ~test
         notes.append(
-            f"the file has no train_mask: {int(masks[0].sum()):,} vertices are trained on, all with"
-            f" a label outside of {' and '.join(given)}"
+            f"the file has no train_mask: {int(train.sum()):,} vertices are trained on, all with a"
+            f" label outside of {' and '.join(given)}"
         )
-    train, val, test = masks
     if not train.any():
         raise SpecError(
             f"{path}: train_mask: marks no vertex; at least 1 of {vertices:,} must be trained on"
         )
     if classes and (bad := train & ~labelled).any():
-        first = int(np.flatnonzero(bad)[0])
         raise SpecError(
-            f"{path}: y[{first}]: a training vertex needs a label, found none ({int(bad.sum()):,}"
-            " such vertices); take them out of train_mask"
+            f"{path}: y[{bad.argmax()}]: a training vertex needs a label, found none"
+            f" ({int(bad.sum()):,} such vertices); take them out of train_mask"
         )
     if (shared := train & test).any():
         raise SpecError(
             f"{path}: train_mask, test_mask: must not overlap, share {int(shared.sum()):,} vertices"
-            f" (first: {int(np.flatnonzero(shared)[0])}); take these out of one"
+            f" (first: {shared.argmax()}); take these out of one"
         )
     if (train & val).any() or (val & test).any():
         notes.append("val_mask overlaps train_mask or test_mask")
-    for name, i in (("val_mask", 1), ("test_mask", 2)):
-        if classes and (unlabelled := int((masks[i] & ~labelled).sum())):
-            masks[i] = masks[i] & labelled
+    for name, mask in zip(MASKS, (train, val, test), strict=True):
+        if classes and (unlabelled := int((mask & ~labelled).sum())):
             notes.append(f"took {unlabelled:,} vertices without label out of {name}")
-    return masks
+    return [train, *(mask & labelled if classes else mask for mask in (val, test))]
 
 
 def random_split(labelled: Array, rng: np.random.Generator, train: float = 0.6) -> Array:
@@ -416,35 +401,32 @@ def checked(path: str, name: str, array: Array, rows: int, of: str) -> Array:
     """Return a field as a contiguous array of a type that torch has. Raises SpecError.
 
     rows: the number of vertices or edges; `of` names which."""
+    kind, size = array.dtype.kind, array.dtype.itemsize
     if array.ndim == 0 or len(array) != rows:
         raise SpecError(
             f"{path}: {name}: has shape {list(array.shape)}, and there are {rows:,} {of}; give a"
             f" row for each of the {of}, in their order"
         )
-    if array.dtype.kind not in NUMBERS:
+    if kind not in NUMBERS:
         raise SpecError(
             f"{path}: {name}: must hold numbers or booleans, has dtype {array.dtype}; write numbers"
             " (numpy.unique(..., return_inverse=True) numbers texts)"
         )
-    if array.dtype.kind == "u" and array.size and int(array.max()) > np.iinfo(np.int64).max:
+    if kind == "u" and array.size and int(array.max()) > np.iinfo(np.int64).max:
         raise SpecError(
             f"{path}: {name}: whole numbers must be below 2^63, found {int(array.max())}; write"
             " smaller ones"
         )
     first = 0
-    for piece in some_rows(array) if array.dtype.kind == "f" else ():
+    for piece in some_rows(array) if kind == "f" else ():
         must_be_finite(path, name, piece, first, "must be finite")
         first += len(piece)
-    kind = np.dtype(
-        np.int64
-        if array.dtype.kind == "u" and array.dtype.itemsize > 1
-        else np.float64
-        if array.dtype.itemsize > 8
-        else array.dtype.newbyteorder("=")
-    )
-    if kind == array.dtype and array.flags.c_contiguous:
-        return array
-    return np.ascontiguousarray(array, kind)
+    dtype = array.dtype.newbyteorder("=")
+    if kind == "u" and size > 1:
+        dtype = np.dtype(np.int64)
+    elif size > 8:
+        dtype = np.dtype(np.float64)
+    return array if dtype == array.dtype and array.flags.c_contiguous else array.astype(dtype, "C")
 
 
 def along(
@@ -457,52 +439,46 @@ def along(
     listed twice with different rows."""
     if not fields:
         return {}, []
-    src, dst = ends
-    given = np.flatnonzero(src != dst)
-    a, b = (end[given].astype(np.int64) for end in ends)
-    keys = np.concatenate([b * vertices + a, *([] if directed else [a * vertices + b])])
-    order = np.argsort(keys, kind="stable")  # stable: listed edges come before reversed ones
-    turned, place = order >= given.size, given[order % max(given.size, 1)]
-    again = np.append(False, np.diff(keys[order]) == 0)[: order.size]
-
-    def unlike(field: Array, rows: NDArray[Any]) -> NDArray[Any]:
-        """Return the `rows` whose field differs from the preceding row."""
-        differ = field[place[rows]] != field[place[rows - 1]]
-        return np.asarray(rows[differ.any(tuple(range(1, field.ndim)))])
-
-    notes, kept = [], {}
+    given = np.flatnonzero(ends[0] != ends[1])
+    src, dst = (ids[given].astype(np.int64) for ids in ends)
+    keys = np.concatenate([dst * vertices + src, *([] if directed else [src * vertices + dst])])
+    # an edge of the CSR has the row of the first that is listed, else of the first reversed one
+    _, first, place = np.unique(keys, return_index=True, return_inverse=True)
+    rows, head = np.resize(given, keys.size), first[place]
+    again = np.flatnonzero((head < given.size) & (head != np.arange(keys.size)))
+    turned = again >= given.size
+    notes, kept, apart = list[str](), dict(fields), dict[str, Array]()
     for name, field in fields.items():
-        if not (bad := unlike(field, np.flatnonzero(again & ~turned))).size:
-            kept[name] = field
-            continue
-        one, other = place[bad[0] - 1], place[bad[0]]
-        rows = [
-            np.array2string(field[at], threshold=6, edgeitems=2, separator=", ")
-            for at in (one, other)
-        ]
-        notes.append(
-            f"left {name} out: {bad.size:,} edges are given again with different values, first"
-            f" {int(src[one])} -> {int(dst[one])} with {rows[0]} and {rows[1]}; merge them to have"
-            " it (torch_geometric.utils.coalesce, dgl.to_simple)"
-        )
+        differ = field[rows[again]] != field[rows[head[again]]]
+        unlike = differ.any(tuple(range(1, field.ndim)))
+        if (bad := again[unlike & ~turned]).size:
+            at = bad[place[bad].argmin()]
+            one, other = (
+                np.array2string(field[row], threshold=6, edgeitems=2, separator=", ")
+                for row in rows[[head[at], at]]
+            )
+            notes.append(
+                f"left {name} out: {bad.size:,} edges are given again with different values, first"
+                f" {src[at]} -> {dst[at]} with {one} and {other}; merge them to have it"
+                " (torch_geometric.utils.coalesce, dgl.to_simple)"
+            )
+            del kept[name]
+        elif unlike.any():
+            apart[name] = place[again[unlike]]
     names = ", ".join(kept)
-    if kept and (loops := src.size - given.size):
+    if kept and (loops := len(ends[0]) - given.size):
         notes.append(f"dropped {names} of {show_count(loops, 'self-loop')} with them")
-    if kept and (count := int(np.count_nonzero(turned & ~again))):
+    if kept and (count := int((first >= given.size).sum())):
         notes.append(
             f"{count:,} edges are given in one direction only; their reverse edges have the same"
             f" {names}"
         )
-    both = np.flatnonzero(again & np.diff(turned, prepend=False))
-    apart = {name: unlike(field, both) for name, field in kept.items()}
-    if named := [name for name, rows in apart.items() if rows.size]:
-        count = np.unique(np.concatenate([apart[name] for name in named])).size
+    if apart:
         notes.append(
-            f"{count:,} edges are given in both directions with different values of"
-            f" {', '.join(named)}, and keep them"
+            f"{np.unique(np.concatenate([*apart.values()])).size:,} edges are given in both"
+            f" directions with different values of {', '.join(apart)}, and keep them"
         )
-    chosen = place[~again]
-    return {name: np.ascontiguousarray(field[chosen]) for name, field in kept.items()}, notes
+    return {name: np.ascontiguousarray(field[rows[first]]) for name, field in kept.items()}, notes
 
 
 def unread_by(model: str, graph: Graph | None, reads: Collection[str] = ()) -> list[str]:
