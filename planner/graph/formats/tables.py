@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import length_hint
 from typing import IO, Any
 
 import numpy as np
@@ -68,7 +69,9 @@ def lines_of(path: str, skip: int = 0) -> Iterator[tuple[int, list[str]]]:
             unpacked += len(block)
             must_not_swell(f"{path}:{number}", unpacked, stored, 1 / 8)  # empty lines take time
             text = block.decode("utf-8-sig" if number == 1 else "utf-8")
-            lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+            text = "\n" + text.replace("\r\n", "\n").replace("\r", "\n")
+            # numpy skips empty lines, but none with blanks
+            lines = re.sub(r"\n[ \t]+(?=\n)", "\n", text)[1:].split("\n")
             if len(end) == BLOCK and lines[-1]:
                 raise SpecError(
                     f"{path}:{number + len(lines) - 1}: a line has more than {BLOCK:,} characters,"
@@ -126,7 +129,7 @@ def tables(
     """Yield blocks of rows of numbers [lines, columns]. Raises SpecError, with the line.
 
     Without `columns`, row i is vertex i, so no line without numbers may stand between rows."""
-    gap = 0  # number of the first line without numbers that no row has followed yet
+    gap = 0  # number of the first line without numbers
     # if all columns are read, numpy itself reports rows with more or fewer columns
     few = None if columns == tuple(range(head.columns)) else columns
     if few and head.unlike:
@@ -134,39 +137,16 @@ def tables(
             f"{path}:{head.unlike[0]}: a line must have as many columns as the first,"
             f" {head.columns}, has {head.unlike[1]}; mend it{LISTED}"
         )
-
-    def numbers(lines: list[str], comment: str | None) -> Array:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            return np.loadtxt(
-                lines, dtype, comment, head.delimiter, usecols=few, ndmin=2, quotechar='"'
-            )
-
+    how: dict[str, Any] = {"comments": head.comment, "delimiter": head.delimiter, "usecols": few}
     for number, lines in lines_of(path, head.before):
-        with suppress(ValueError, OverflowError, Warning):
-            rows = numbers(lines, None)
-            if len(rows) == len(lines) and not gap:
-                yield rows
-                continue
-        # slow path: comments and blank lines are rare, and searching for them takes most time
-        is_row = [bool(line.strip()) and not line.startswith(head.comment) for line in lines]
-        full = [i for i, full in enumerate(is_row) if full]
-        hole = [*is_row, False].index(False)
-        if columns is None and full and (gap or hole < full[-1]):
-            raise SpecError(
-                f"{path}:{gap or number + hole}: every line is a row, whose place counts, and this"
-                " one holds no numbers; mend it, with nan for a label that is not there"
-            )
-        if columns is None and hole < len(lines):
-            gap = gap or number + hole
+        left = iter(lines)
         try:
-            if full:
-                yield numbers([lines[i] for i in full], head.comment)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                warnings.filterwarnings("ignore", "loadtxt: input contained no data")
+                rows = np.loadtxt(left, dtype, **how, ndmin=2, quotechar='"')
         except (ValueError, OverflowError, Warning) as error:
-            # loadtxt counts rows from 0 in errors on numbers, from 1 in errors on columns
-            found = re.search(r"row (\d+)", str(error))
-            row = int(found[1]) - ("convert" not in str(error)) if found else 0
-            at = full[min(row, len(full) - 1)]
+            at = len(lines) - length_hint(left) - 1  # loadtxt stops behind the line that it refuses
             rule, remedy = "must be numbers, as many as in the other lines", "mend this line"
             if columns:
                 rule = "source and target must be whole numbers that count vertices from 0"
@@ -177,6 +157,15 @@ def tables(
                 f"{path}:{number + at}: {rule}, found {ascii(lines[at])[1:-1][:MOST_SHOWN]!r};"
                 f" {remedy}"
             ) from error
+        if columns is None and not gap and len(rows) < len(lines):
+            gap = number + [line[:1] in ("", head.comment) for line in lines].index(True)
+        if gap and len(rows) > max(0, gap - number):
+            raise SpecError(
+                f"{path}:{gap}: every line is a row, whose place counts, and this one holds no"
+                " numbers; mend it, with nan for a label that is not there"
+            )
+        if len(rows):
+            yield rows
 
 
 def head_of(path: str, ends: int | None = None) -> Head:
