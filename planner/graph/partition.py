@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pymetis
+import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from gnnplan.planner.gnn.workload import AUTO, Workload
@@ -26,7 +27,6 @@ from gnnplan.planner.graph.disk_cache import cached
 from gnnplan.planner.graph.graph import (
     Array,
     Csr,
-    CsrEdges,
     Graph,
     GraphStats,
     Owner,
@@ -37,7 +37,7 @@ from gnnplan.planner.graph.part_folder import PartGraph
 from gnnplan.planner.graph.sampling import GOLDEN, drawn_as, frontier, mix, presampled, seeds_in
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import cannot_write, one_of, suggest
-from gnnplan.planner.vocabulary.numbers import Bools, Ints, offsets, ranges, runs
+from gnnplan.planner.vocabulary.numbers import Bools, Ints, offsets
 from gnnplan.planner.vocabulary.progress import inner_phase
 from gnnplan.planner.vocabulary.units import show_bytes, show_count
 
@@ -140,19 +140,16 @@ def even_out(edges: Csr, part: Owner, parts: int, marked: Bools) -> Owner:
 
     Marked vertices move from the fullest part to the emptiest, and as many unmarked vertices move
     back, if there are any. Vertices whose move increases the edge cut least go first."""
-    indptr, counts = edges.indptr, np.bincount(part[marked], minlength=parts)
+    adjacency = matrix_of(edges, np.ones(len(edges.indices), np.int8))
+    degree, counts = np.diff(edges.indptr), np.bincount(part[marked], minlength=parts)
     most = math.ceil(MOST_MARKED * counts.mean())
     while counts.max() > most:
         full, empty = int(counts.argmax()), int(counts.argmin())
         count = int(min(counts[full] - most, most - counts[empty]))
         for here, there, which in ((full, empty, marked), (empty, full, ~marked)):
             rows = np.flatnonzero((part == here) & which)
-            degree = indptr[rows + 1] - indptr[rows]
-            few = np.argsort(degree, kind="stable")[: CANDIDATES * count]
-            rows, degree = rows[few], degree[few]
-            ends = part[edges.indices[ranges(indptr[rows], degree)]]
-            pull = (ends == there).astype(np.float64) - (ends == here)
-            gain = np.bincount(np.repeat(np.arange(rows.size), degree), pull, rows.size)
+            rows = rows[np.argsort(degree[rows], kind="stable")[: CANDIDATES * count]]
+            gain = adjacency[rows] @ ((part == there).astype(np.int32) - (part == here))
             part[rows[np.argsort(-gain, kind="stable")[:count]]] = there
         counts[full] -= count
         counts[empty] += count
@@ -237,7 +234,6 @@ def thinned(edges: Csr, most: int) -> Bools:
 
 
 FEW_EDGES = 5_000_000  # directed edges up to which METIS takes only seconds
-AT_ONCE = 1 << 22  # edges processed at a time
 # Largest share of vertices that may change parts to balance training vertices. Few move where
 # training vertices lie all over the graph: one of 64 parts of an R-MAT graph (2M edges) had 1.24 of
 # the mean; to correct that, 0.1 % of the vertices move, for 0.02 % more halo rows.
@@ -347,17 +343,10 @@ def undirected(graph: Graph) -> Csr:
 def edges_between(graph: Graph, rows: Array) -> Csr:
     """Return the edges between the vertices `rows` (ascending) in both directions, [rows, rows].
 
-    Of a partitioned folder only edges into these rows are read, some at a time."""
-    place = np.full(graph.stats.vertices, -1, np.int32)
-    place[rows] = np.arange(rows.size, dtype=np.int32)
-    degree, found, inside = graph.degree_of(rows), [], []
-    for run in runs(degree, AT_ONCE):
-        ends = place[graph.neighbours(rows[run])]
-        found.append(ends[ends >= 0])
-        inside.append(offsets(ends >= 0)[offsets(degree[run])])
-    indptr = offsets(np.concatenate([np.diff(ends) for ends in inside]))
-    columns = np.concatenate(found)
-    edges = matrix_of(CsrEdges(indptr, columns), np.ones(columns.size, bool))
+    Of a partitioned folder only edges into these rows are read."""
+    ends = graph.neighbours(rows)
+    held = np.ones(ends.size, bool), ends, offsets(graph.degree_of(rows))
+    edges = sp.csr_matrix(held, (rows.size, graph.stats.vertices))[:, rows]
     return both_ways(edges) if graph.stats.directed else edges
 
 

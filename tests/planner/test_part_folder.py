@@ -19,7 +19,6 @@ from nightly import at_night
 import gnnplan
 from gnnplan.api.arguments import ask
 from gnnplan.planner.decision import plan as documents
-from gnnplan.planner.graph import partition as cuts
 from gnnplan.planner.graph.formats import recognise
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
@@ -149,14 +148,13 @@ def test_a_plan_has_a_rank_per_part(tmp_path, cluster, options, words):
 
 
 @pytest.mark.parametrize("directed", [False, True])
-def test_the_edges_between_vertices_are_those_of_the_graph(tmp_path, monkeypatch, directed):
-    """Some at a time, and of a folder of parts as of the graph."""
+def test_the_edges_between_vertices_are_those_of_the_graph(tmp_path, directed):
+    """Of a folder of parts as of the graph."""
     graph = a_graph(tmp_path, "sparse", directed)
     rows = np.flatnonzero(np.random.default_rng(2).random(N) < 0.7)
     both = undirected(graph)
     ones = np.ones(len(both.indices), bool)
     expected = sp.csr_matrix((ones, both.indices, both.indptr), shape=(N, N))[rows][:, rows]
-    monkeypatch.setattr(cuts, "AT_ONCE", 50)
     for one in (graph, load(str(written(graph, tmp_path / "parts")), directed)):
         must_equal(edges_between(one, rows), expected, "indptr", "indices")
     assert edges_between(graph, rows[:0]).shape == (0, 0)
