@@ -36,7 +36,7 @@ from gnnplan.planner.graph.graph import (
 from gnnplan.planner.graph.part_folder import PartGraph
 from gnnplan.planner.graph.sampling import GOLDEN, drawn_as, frontier, mix, presampled, seeds_in
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.files import cannot_write, one_of, suggest
+from gnnplan.planner.vocabulary.files import cannot_write, one_of
 from gnnplan.planner.vocabulary.numbers import Bools, Ints, offsets
 from gnnplan.planner.vocabulary.progress import inner_phase
 from gnnplan.planner.vocabulary.units import show_bytes, show_count
@@ -72,27 +72,30 @@ def version_of(library: str) -> str:
         return library
 
 
-def cut(method: str, edges: Csr, parts: int, seed: int, weights: Array | None = None) -> Owner:
+def cut(
+    method: str,
+    edges: Csr,
+    parts: int,
+    seed: int,
+    loads: Array | None = None,
+    weights: Array | None = None,
+    **options: int,
+) -> Owner:
     """Return the part of each vertex of a symmetric CSR; contiguous parts in trivial cases.
 
-    weights: of vertices, whole numbers >= 0, whose sums per part are balanced; ignored where a part
-    would hold fewer than three of the largest."""
+    loads: whole numbers > 0 of vertices, whose sums per part are balanced; by default METIS counts
+    vertices, and KaMinPar's loads grow with the degree. METIS also takes weights of edges and
+    options."""
     vertices = len(edges.indptr) - 1
     if parts in (1, vertices) or not len(edges.indices):  # METIS divides by the number of edges
         return (np.arange(vertices) * parts // max(vertices, 1)).astype(np.int32)
-    loads = None
-    weights = None if weights is None else np.asarray(weights, dtype=np.int64)
-    # METIS prints warnings and fails with weights of 0, and where a part would hold one or two
-    # vertices. So weights are raised above 0, and ignored where a part would be that small.
-    if weights is not None and int(weights.sum()) >= 3 * parts * int(weights.max()) > 0:
-        scale = max(1, min(1000, 2**30 // int(weights.sum())))
-        loads = 1 + scale * weights
     name = "KaMinPar" if library_of(method) == "kaminpar" else "METIS"
     told = inner_phase(f"partitioning into {show_count(parts, 'part')} by {name}")
     with told if len(edges.indices) >= TOLD_EDGES else nullcontext():
         if name == "KaMinPar":
-            return by_kaminpar(edges, parts, seed, loads)
-        return by_metis(edges, parts, seed, loads, objtype=int(method == "metis-volume"))
+            return repair(by_kaminpar(edges, parts, seed, loads), parts)
+        options["objtype"] = int(method == "metis-volume")
+        return repair(by_metis(edges, parts, seed, loads, weights, **options), parts)
 
 
 def by_kaminpar(
@@ -289,8 +292,8 @@ def partition(graph: Graph | GraphStats, parts: int, method: str = "metis", seed
 
 
 def evenly(method: str, edges: Csr, parts: int, seed: int, train: Bools) -> Owner:
-    """Partition a symmetric CSR by a library, fill empty parts, and balance KaMinPar's parts."""
-    part = repair(cut(method, edges, parts, seed), parts)
+    """Partition a symmetric CSR by a library, and balance KaMinPar's parts."""
+    part = cut(method, edges, parts, seed)
     if library_of(method) == "kaminpar":
         even_out(edges, part, parts, np.ones(part.size, bool))
         counts = np.bincount(part[train], minlength=parts)
@@ -307,16 +310,17 @@ def partition_weighted(
 
     The library minimises the edge cut and balances `weights` (whole numbers >= 0). Weights are
     ignored if they are so uneven that a part would hold fewer than three of the largest."""
-    vertices = len(edges.indptr) - 1
+    vertices, library, loads = len(edges.indptr) - 1, library_of(method), None
     check_parts(parts, vertices, "the subgraph")
-    library = library_of(method)
     digest = blake2b(digest_size=16)
     for array in (edges.indptr, edges.indices, *(() if weights is None else (weights,))):
         digest.update(np.ascontiguousarray(array, dtype=np.int64).data)
     key = f"{version_of(library)} weighted {digest.hexdigest()} {parts} 0 {weights is None}"
-    return cached(
-        key, vertices, parts, lambda: repair(cut(library, edges, parts, 0, weights), parts)
-    )
+    # METIS prints warnings and fails with weights of 0, and where a part would hold one or two
+    # vertices. So weights are raised above 0, and ignored where a part would be that small.
+    if weights is not None and (total := int(weights.sum())) >= 3 * parts * int(weights.max()) > 0:
+        loads = 1 + max(1, min(1000, 2**30 // total)) * np.asarray(weights, np.int64)
+    return cached(key, vertices, parts, lambda: cut(library, edges, parts, 0, loads))
 
 
 def locality_order(graph: Graph, method: str = "metis") -> Owner:
@@ -466,33 +470,21 @@ def split(
     imbalance: share by which a part's load may exceed the mean; random owners ignore it. gsplit and
     node balance the `frequency` of pre-sampling, edge balances in-edges and training vertices.
     Raises SpecError for an unknown splitter or more parts than vertices."""
-    if splitter not in SPLITTERS:
-        raise SpecError(f"splitter {splitter!r} is unknown{suggest(splitter, SPLITTERS)}")
+    splitter = one_of("splitter", splitter, SPLITTERS)
     check_parts(parts, graph.stats.vertices, graph.stats.source)
-    if parts == 1:
-        return np.zeros(graph.stats.vertices, np.int32)
     if splitter == "random":
         return np.random.default_rng(seed).integers(0, parts, graph.stats.vertices, dtype=np.int32)
-    if splitter == "edge" or frequency is None:
-        load = graph.degree / max(graph.degree.sum(), 1) + graph.train / max(graph.train.sum(), 1)
-    else:
-        load = frequency.vertices.astype(float)
+    load = graph.degree / max(graph.degree.sum(), 1) + graph.train / max(graph.train.sum(), 1)
     drawn = np.ones(graph.indices.size, np.int32)
-    if splitter == "gsplit" and frequency is not None:
-        drawn += frequency.edges  # weight >= 1: unsampled edges also keep neighbours together
+    if splitter != "edge" and frequency is not None:
+        load = frequency.vertices.astype(float)
+        if splitter == "gsplit":
+            drawn += frequency.edges  # weight >= 1: unsampled edges also keep neighbours together
     both = both_ways(matrix_of(graph.csr_edges, drawn))
     del frequency, drawn  # METIS needs the memory
-    if parts == load.size or not both.nnz:
-        return np.asarray(np.arange(load.size) * parts // load.size, dtype=np.int32)
-    part = by_metis(
-        both,
-        parts,
-        seed,
-        _whole(load, 2**30 - load.size),
-        _whole(both.data, 2**30) if splitter == "gsplit" else None,
-        ufactor=_ufactor(imbalance),
-    )
-    return repair(part, parts)
+    weights = _whole(both.data, 2**30) if splitter == "gsplit" else None
+    loads = _whole(load, 2**30 - load.size)
+    return cut("metis", both, parts, seed, loads, weights, ufactor=_ufactor(imbalance))
 
 
 def _ufactor(imbalance: float) -> int:
