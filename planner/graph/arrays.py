@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
@@ -43,6 +44,8 @@ from gnnplan.planner.vocabulary.spec import Spec, read_as
 
 LEAST_ROOM = 1 << 16  # free bytes of a disk that is not full
 ARRAYS = (*ENDS, "x", "x_indptr", "x_indices", "x_shape", "x_data", "y", *MASKS, "meta")
+# names of arrays that are read, whatever their number of rows
+KNOWN = re.compile(rf"{'|'.join(ARRAYS)}|(vertex|edge)\.{NAME.pattern}", re.ASCII)
 
 
 def read_own(path: str) -> Parts:
@@ -51,14 +54,20 @@ def read_own(path: str) -> Parts:
     Fields have the prefixed names of data.py, or plain names if they have a row for each vertex
     or edge. Features and vertex fields in a folder are memory-mapped. Raises SpecError."""
     with arrays_in(path) as source:
-        for name in filter(_is_known, source.twice):
+        for name in filter(KNOWN.fullmatch, source.twice):
             raise SpecError(f"{path}: {name}: is there twice; keep one")
+        names = {name: name for name in filter(KNOWN.fullmatch, source.files)}  # ours -> the file's
+        for of, others in (("x", FEATURES), ("y", LABELS)):
+            if not any(name == of or name.startswith(f"{of}_") for name in names):
+                names |= ((of, name) for name in reversed(others) if name in source.files)
         arrays = {
-            name: source.read(name, name == "x" or name.startswith(VERTEX))
-            for name in source.files
-            if _is_known(name)
+            of: source.read(name, of == "x" or of.startswith(VERTEX)) for of, name in names.items()
         }
-        taken = _by_other_names(source, arrays)
+        left = source.files.keys() - names.values()
+        if "edge_index" in left and not names.keys() & {*ENDS}:
+            both = typed(path, "edge_index", source.read("edge_index"), "iu", (2,))
+            arrays |= zip(ENDS, endpoints(path, "edge_index", both), strict=True)
+            left.remove("edge_index")
         for name in ENDS:
             if name not in arrays:
                 raise SpecError(
@@ -66,67 +75,58 @@ def read_own(path: str) -> Parts:
                     f" [2, E], is required, found {shown([*source.files], 100) or 'nothing'}"
                 )
         parts = of_arrays(path, arrays)
-        if parts.vertices is None and "num_nodes" in source.files:
+        if parts.vertices is None and "num_nodes" in left:
             told = source.read("num_nodes")
             parts.vertices = must_be_count(
                 path, "num_nodes", told.item() if told.size == 1 else told
             )
-            taken.append("num_nodes")
+            left.remove("num_nodes")
         vertices, edges = count(parts)[0], len(arrays["src"])
-        split = {name: source.read(name) for name in (*IDS, *SETS) if name in source.files}
-        taken += split.keys() - take_split(parts, vertices, split).keys()
-        left = [*source.others]
-        for name in source.files.keys() - arrays.keys() - {*taken}:
+        split = {name: source.read(name) for name in left & {*IDS, *SETS}}
+        left -= split.keys() - take_split(parts, vertices, split).keys()
+        unread = [*source.others]
+        for name in left:
             of = _field_kind(path, name, source, vertices, edges)
             if of is None:
-                left.append(name)
+                unread.append(name)
             elif of + name in arrays:
                 raise SpecError(f"{path}: {name}: is there as {of}{name} too; keep one")
             elif of == VERTEX:
                 parts.vertex_fields[name] = source.read(name, mapped=True)
             else:
                 parts.edge_fields[name] = [source.read(name)]
-        parts.notes += ignored(left)
+        parts.notes += ignored(unread)
         return parts
-
-
-def _by_other_names(source: Arrays, arrays: dict[str, Array]) -> list[str]:
-    """Add edges, features and labels under other libraries' names; return the names that were read.
-
-    Raises SpecError."""
-    taken = []
-    if "edge_index" in source.files and not arrays.keys() & {*ENDS}:
-        both = typed(source.path, "edge_index", source.read("edge_index"), "iu", (2,))
-        arrays |= zip(ENDS, endpoints(source.path, "edge_index", both), strict=True)
-        taken.append("edge_index")
-    for of, names in (("x", FEATURES), ("y", LABELS)):
-        name = next((name for name in names if name in source.files), of)
-        if not any(own == of or own.startswith(f"{of}_") for own in arrays) and name != of:
-            arrays[of] = source.read(name, of == "x")
-            taken.append(name)
-    return taken
 
 
 def of_arrays(path: str, arrays: Mapping[str, Array]) -> Parts:
     """Return the `Parts` of whole arrays keyed by gnnplan's names. Raises SpecError."""
-    ends = {name: arrays[name] for name in ENDS}  # empty arrays may have any type
-    ends = {name: ids if ids.size else ids.astype(np.int64) for name, ids in ends.items()}
-    src, dst = (typed(path, name, ids, "iu", (1,)) for name, ids in ends.items())
+    ends = ((name, arrays[name]) for name in ENDS)
+    src, dst = (  # empty arrays may have any type
+        typed(path, name, ids if ids.size else ids.astype(np.int64), "iu", (1,))
+        for name, ids in ends
+    )
     if len(src) != len(dst):
         raise SpecError(
             f"{path}: src, dst: must have the same length, have {len(src):,} and {len(dst):,};"
             " write both ends of every edge"
         )
+    fields, on_edges = (
+        {name.removeprefix(of): array for name, array in arrays.items() if name.startswith(of)}
+        for of in (VERTEX, EDGE)
+    )
     meta = _meta(path, arrays)
-    parts = Parts(path, [(src, dst)], meta.vertices, meta.classes)
-    parts.x, parts.y = features_of(path, arrays), arrays.get("y")
-    parts.masks = {name: arrays[name] for name in MASKS if name in arrays}
-    for name, array in arrays.items():
-        if name.startswith(VERTEX):
-            parts.vertex_fields[name.removeprefix(VERTEX)] = array
-        elif name.startswith(EDGE):
-            parts.edge_fields[name.removeprefix(EDGE)] = [array]
-    return parts
+    return Parts(
+        path,
+        [(src, dst)],
+        meta.vertices,
+        meta.classes,
+        features_of(path, arrays),
+        arrays.get("y"),
+        {name: arrays[name] for name in MASKS if name in arrays},
+        vertex_fields=fields,
+        edge_fields={name: [array] for name, array in on_edges.items()},
+    )
 
 
 def collect(parts: Parts) -> Parts:
@@ -137,12 +137,6 @@ def collect(parts: Parts) -> Parts:
     for names, pieces in streams(parts):
         arrays |= zip(names, gathered(names, parts.path, pieces), strict=True)
     return replace(of_arrays(parts.path, arrays), notes=parts.notes, owner=parts.owner)
-
-
-def _is_known(name: str) -> bool:
-    """Whether an array of this name is read, regardless of its number of rows."""
-    prefix = next((prefix for prefix in (VERTEX, EDGE) if name.startswith(prefix)), None)
-    return name in ARRAYS or (prefix and NAME.fullmatch(name.removeprefix(prefix))) is not None
 
 
 def _field_kind(path: str, name: str, source: Arrays, vertices: int, edges: int) -> str | None:

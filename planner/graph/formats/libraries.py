@@ -9,7 +9,6 @@ are recorded, else per server."""
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ import zipfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -236,42 +236,38 @@ def of_networkx(graph: Any, path: str) -> Parts:
     Numeric attributes that all nodes, or all edges, have become fields; weight becomes edge_weight.
     Nodes named 0 to N-1, as numbers or as text, keep these ids; other nodes are numbered in the
     graph's order."""
-    nodes, notes, ways = list(graph.nodes), list[str](), 1 if graph.is_directed() else 2
-    texts = [str(node) for node in nodes]
-    are_numbers = all(re.fullmatch("[0-9]{1,10}", text) for text in texts)
-    if are_numbers and sorted(map(int, texts)) == list(range(len(nodes))):
+    nodes, ways = list(graph.nodes), 1 if graph.is_directed() else 2
+    if named := {str(node) for node in nodes} == {str(i) for i in range(len(nodes))}:
         nodes.sort(key=int)
-    else:
-        notes.append("vertices are numbered in the order of the nodes")
     number = {node: i for i, node in enumerate(nodes)}
     pairs = ((number[u], number[v]) for u, v in graph.edges())
     ends = np.fromiter(pairs, np.dtype((np.int64, 2)), graph.number_of_edges())
-    edges = np.concatenate([ends, ends[:, ::-1]][:ways])
-    parts = Parts(path, [(edges[:, 0], edges[:, 1])], len(nodes), notes=notes)
+    src, dst = np.concatenate([ends, ends[:, ::-1]][:ways]).T
+    parts = Parts(path, [(src, dst)], len(nodes))
     fields, left = _columns([of for *_, of in graph.edges(data=True)], ())
     for name, column in fields.items():
         both = np.concatenate([column] * ways)
         parts.edge_fields["edge_weight" if name == "weight" else name] = [both]
     on_nodes = [graph.nodes[node] for node in nodes]
     data: dict[str, Array] = {}  # attribute name -> values in the order of vertex ids
-    for names, missing in ((FEATURES, None), (LABELS, -1), *(((mask,), None) for mask in MASKS)):
-        for name in (name for name in names if any(name in of for of in on_nodes)):
-            found = [of[name] for of in on_nodes if name in of]
-            if len(found) < len(nodes) and missing is None:
-                raise SpecError(
-                    f"{path}: {name}: {len(nodes) - len(found):,} of {len(nodes):,} nodes lack it;"
-                    " give it to all or to none"
-                )
-            if any(isinstance(value, str) for value in found):
-                continue  # text, as in Gephi's attribute label, is no class label
-            none = np.full(np.shape(found[0]), missing)
+    for names in (FEATURES, LABELS, *zip(MASKS, strict=True)):
+        name = next((name for name in names if any(name in of for of in on_nodes)), "")
+        found = [of[name] for of in on_nodes if name in of]
+        if len(found) < len(nodes) and name and names != LABELS:
+            raise SpecError(
+                f"{path}: {name}: {len(nodes) - len(found):,} of {len(nodes):,} nodes lack it; give"
+                " it to all or to none"
+            )
+        # text, as in Gephi's attribute label, is no class label
+        if found and not any(isinstance(value, str) for value in found):
+            none = np.full(np.shape(found[0]), -1)
             rows = [np.asarray(of.get(name, none)).tolist() for of in on_nodes]
             array = tensor_array(path, name, rows)
             data[name] = array[:, None] if names == FEATURES and array.ndim == 1 else array
-            break
     take_vertex_data(parts, data)
     parts.vertex_fields, others = _columns(on_nodes, data)
-    notes += ignored([*left, *others])
+    parts.notes += [] if named else ["vertices are numbered in the order of the nodes"]
+    parts.notes += ignored([*left, *others])
     return parts
 
 
@@ -281,13 +277,12 @@ def _columns(
     """Return the attributes that are numbers in all rows, except `taken`; and all other names."""
     found: dict[str, Array] = {}
     names = dict.fromkeys(name for row in rows for name in row if name not in taken)
-    for name in names:
-        if NAME.fullmatch(str(name)) and all(name in row for row in rows):
-            with suppress(ValueError, TypeError, OverflowError):
-                column = np.asarray([row[name] for row in rows])
-                if is_numbers(column) and all(column.shape):
-                    found[str(name)] = column
-    return found, [str(name) for name in names if str(name) not in found]
+    for name in filter(NAME.fullmatch, map(str, names)):
+        with suppress(ValueError, TypeError, OverflowError, KeyError):
+            column = np.asarray([row[name] for row in rows])
+            if is_numbers(column) and all(column.shape):
+                found[name] = column
+    return found, [name for name in map(str, names) if name not in found]
 
 
 # -- DGL -------------------------------------------------------------------------------------------
@@ -380,25 +375,20 @@ def read_distdgl(path: str) -> Parts:
         raise SpecError(
             f"{path}: must have one .json, which describes a graph's parts; keep DistDGL's alone"
         )
-    load, vertices = library("dgl").distributed.load_partition, int(about["num_nodes"])
+    load, of_ids = library("dgl").distributed.load_partition, np.arange(int(about["num_nodes"]))
     given, ends, left = list[tuple[str, Array, Array]](), [], set()
-    of_ids = np.arange(vertices)  # DGL's renumbered id -> original vertex id
-    loaded = []
     for number in range(int(about["num_parts"])):
         must_be_file(Path(path) / f"part{number}" / "graph.dgl", "copy that part there")
         part, data, edges, *_ = load(str(described), number)
-        inner = part.ndata["_ID"][part.ndata["inner_node"].bool()].numpy()
+        ids, own = part.ndata["_ID"], part.edata["inner_edge"].bool()
+        inner = ids[part.ndata["inner_node"].bool()].numpy()
+        ends.append(tuple(ids[end[own]].numpy() for end in part.edges()))
         data = {name.partition("/")[2]: tensor.numpy() for name, tensor in data.items()}
-        if "orig_id" in data:
-            of_ids[inner] = data["orig_id"]
-        loaded.append((part, inner, data))
+        of_ids[inner] = data.pop("orig_id", inner)
+        given.append(("part", inner, data.pop("trainer_id", np.full(inner.size, number))))
+        given += [(name, inner, rows) for name, rows in data.items()]
         left |= {name.partition("/")[2] for name in edges} - {*OURS}
-    for number, (part, inner, data) in enumerate(loaded):
-        ids, own = of_ids[inner], part.edata["inner_edge"].bool()
-        ends.append(tuple(of_ids[part.ndata["_ID"][end[own]].numpy()] for end in part.edges()))
-        given.append(("part", ids, data.get("trainer_id", np.full(ids.size, number))))
-        given += [(name, ids, data[name]) for name in data.keys() - set(OURS)]
-    return _put_together(path, vertices, ends, given, left)
+    return _put_together(path, of_ids, ends, given, left)
 
 
 def read_pyg(path: str) -> Parts:
@@ -407,40 +397,46 @@ def read_pyg(path: str) -> Parts:
     about = read_json(folder / "META.json", MOST, "copy it there")
     if about.get("is_hetero"):
         raise SpecError(f"{path}: has several kinds of vertices or edges, one of each is needed")
-    owner = tensor_array(path, "node_map", load_tensors(str(folder / "node_map.pt")))
-    everyone, ends, left = np.arange(len(owner)), [], set[str]()
-    given = [("part", everyone, owner)]
+
+    def saved(file: Path, missing: Any = None) -> Any:
+        return load_tensors(str(file)) if missing is None or file.exists() else missing
+
+    everyone = np.arange(len(owner := saved(folder / "node_map.pt")))
+    ends, left, given = [], set[str](), [("part", everyone, owner)]
     for number in range(int(about["num_parts"])):
         part = folder / f"part_{number}"
-        graph = load_tensors(str(part / "graph.pt"))
+        graph, stored = saved(part / "graph.pt"), saved(part / "node_feats.pt")
         ends.append(tuple(tensor_array(path, end, graph[end]) for end in ("row", "col")))
-        stored = load_tensors(str(part / "node_feats.pt"))
         ids = tensor_array(path, "global_id", stored["global_id"])
-        for name, tensor in (stored.get("feats") or {}).items():
-            given.append((name, ids, tensor_array(path, name, tensor)))
-        if (part / "edge_feats.pt").exists():
-            left |= set((load_tensors(str(part / "edge_feats.pt")).get("feats") or {}).keys())
+        given += [(name, ids, rows) for name, rows in (stored.get("feats") or {}).items()]
+        left |= set(saved(part / "edge_feats.pt", {}).get("feats") or {})
     if (folder / "label.pt").exists():
-        y = load_tensors(str(folder / "label.pt"))
-        given.append(("y", everyone, tensor_array(path, "label.pt", y)))
-    if (folder / "split.pt").exists():
-        for name, mask in load_tensors(str(folder / "split.pt")).items():
-            given.append((name, everyone, tensor_array(path, name, mask)))
-    return _put_together(path, len(owner), ends, given, left)
+        given.append(("y", everyone, saved(folder / "label.pt")))
+    given += [(name, everyone, mask) for name, mask in saved(folder / "split.pt", {}).items()]
+    return _put_together(path, everyone, ends, given, left)
 
 
 def _put_together(
-    path: str, vertices: int, ends: list[Any], given: list[tuple[str, Array, Array]], left: set[str]
+    path: str,
+    of_ids: Array,
+    ends: list[Any],
+    given: list[tuple[str, Array, Any]],
+    left: set[str],
 ) -> Parts:
-    """Merge the edges and rows of all parts. given: (name, vertex ids, their rows) triples."""
+    """Merge the edges and rows of all parts.
+
+    of_ids: the vertex of each of the parts' ids [N]. given: (name, ids, their rows) triples."""
     found: dict[str, Array] = {}
-    for name, ids, rows in given:
-        must_be_ids(path, name, ids, vertices, 0)
-        if name not in found:
-            found[name] = np.zeros((vertices, *rows.shape[1:]), rows.dtype)
-        found[name][ids] = rows
-    parts = Parts(path, ends, vertices, owner=found.pop("part"))
-    rest = take_split(parts, vertices, take_vertex_data(parts, found))
+    for name, ids, tensor in given:
+        must_be_ids(path, name, ids, len(of_ids), 0)
+        rows = tensor_array(path, name, tensor)
+        whole = found.setdefault(name, np.zeros((len(of_ids), *rows.shape[1:]), rows.dtype))
+        whole[of_ids[ids]] = rows
+    for ids in chain(*ends):
+        must_be_ids(path, "edges", ids, len(of_ids))
+    edges = [tuple(of_ids[ids] for ids in pair) for pair in ends]
+    parts = Parts(path, edges, len(of_ids), owner=found.pop("part"))
+    rest = take_split(parts, len(of_ids), take_vertex_data(parts, found))
     take_fields(parts, rest, lambda name, count: VERTEX)
     parts.notes += ignored(left)
     return parts
