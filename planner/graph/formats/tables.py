@@ -10,7 +10,7 @@ import gzip
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import length_hint
@@ -180,25 +180,25 @@ def head_of(path: str, ends: int | None = None) -> Head:
         return Head(first=first)
     at = kept[0]
     delimiter = next((mark for mark in (",", ";", "\t") if mark in lines[at]), None)  # else blanks
-    fields, *rows = (fields_of(lines[i], delimiter) for i in kept)
-    whole = kept[: len(kept) - (start[-1:] not in "\r\n")]  # the last line may be cut off
-    unlike = next(
-        (
-            (i + 1, len(row))
-            for i, row in zip(whole[1:], rows, strict=False)
-            if len(row) != len(fields) and not {*COMMENTS, '"'} & {*lines[i]}
-        ),
-        None,
+    cells = [cells_of(lines[i], delimiter) for i in kept]
+    columns, whole = (
+        len(cells[0]),
+        len(kept) - (start[-1:] not in "\r\n"),
+    )  # the last may be cut off
+    apart = (
+        (i + 1, len(row))
+        for i, row in zip(kept[1:whole], cells[1:], strict=False)
+        if len(row) != columns and not {*COMMENTS, '"'} & {*lines[i]}
     )
-    if not all(map(is_number, fields[:ends])):
-        row = next(filter(all, rows), rows[0] if rows else [])
-        return Head(delimiter, at + 1, first, len(fields), fields, row, True, unlike)
-    row = next(filter(all, [fields, *rows]), fields)
-    above = fields_of(lines[at - 1].lstrip("#% "), delimiter) if at else []
-    if len(above) == len(fields):
-        return Head(delimiter, at, first, len(fields), above, row, unlike=unlike)
-    comments = next(i for i, line in enumerate(lines) if not line.startswith(COMMENTS))
-    return Head(delimiter, comments, first, len(fields), row=row, unlike=unlike)
+    named = not all(map(is_number, cells[0][:ends]))
+    rows, names, before = cells[named:] or [[]], cells[0], at + 1
+    if not named:
+        names = cells_of(lines[at - 1].lstrip("#% "), delimiter) if at else []
+        names = names if len(names) == columns else []
+        comments = (i for i, line in enumerate(lines) if not line.startswith(COMMENTS))
+        before = at if names else next(comments)
+    row = next(filter(all, rows), rows[0])
+    return Head(delimiter, before, first, columns, names, row, named, next(apart, None))
 
 
 def matrix(
@@ -280,9 +280,9 @@ def narrow(numbers: Array) -> Array:
     return whole if (whole == numbers).all() else numbers
 
 
-def fields_of(line: str, delimiter: str | None) -> list[str]:
+def cells_of(line: str, delimiter: str | None) -> list[str]:
     """Split a line into cells, without blanks and quotes around each cell."""
-    return [field.strip().strip('"') for field in line.split(delimiter)]
+    return [cell.strip().strip('"') for cell in line.split(delimiter)]
 
 
 def is_number(text: str) -> bool:
@@ -299,6 +299,7 @@ def is_number(text: str) -> bool:
 
 SOURCES = ("src", "source", "from", "src_id", "source_id", "from_id", "u", "head")
 TARGETS = ("dst", "target", "to", "dst_id", "target_id", "to_id", "v", "tail", "destination")
+ENDS = {*SOURCES, *TARGETS}
 WEIGHTS = ("weight", "weights", "w", "edge_weight")
 KONECT = re.compile(r"%\s*(sym|asym|bip)\b")
 ROWS = 1 << 20  # rows of Parquet read at a time
@@ -316,33 +317,32 @@ def is_edge_list(path: str) -> bool:
     return head.columns > 1 and (len(ends) > 1 or any(n.lower() in SOURCES for n in head.names))
 
 
-def columns_of(names: Sequence[str]) -> tuple[int, int]:
-    """Return the columns of source and target by their names; else the first two columns."""
+def columns_in(
+    names: Sequence[str], columns: int, numeric: Collection[int], named: bool = True
+) -> tuple[list[int], tuple[str, ...], list[str]]:
+    """Return the columns of both ends and of edge fields; the fields' names; a note on others.
+
+    Ends are the columns with a usual name, if there is a header line (`named`), else the first two.
+    numeric: the columns that hold numbers."""
     lower = [name.lower() for name in names]
-    src = next((lower.index(name) for name in SOURCES if name in lower), None)
-    dst = next((lower.index(name) for name in TARGETS if name in lower), None)
-    if src is not None and dst is not None:
-        return src, dst
-    first, second, *_ = [i for i, name in enumerate(lower) if name not in NUMBERS] + [0, 1]
-    return (first, second) if first < second else (0, 1)
-
-
-def fields_beside(
-    names: Sequence[str], columns: int, ends: tuple[int, int], is_number: Callable[[int], bool]
-) -> tuple[dict[str, int], list[str]]:
-    """Return the columns of edge fields, keyed by name, and a note on columns that are not read."""
+    found = [[lower.index(name) for name in of if name in lower] for of in (SOURCES, TARGETS)]
+    ends = [i for i, name in enumerate(lower) if name not in NUMBERS][:2]
+    if named and all(found):
+        ends = [places[0] for places in found]
+    elif not named or len(ends) < 2:
+        ends = [0, 1]
     fields: dict[str, int] = {}
     for i, name in enumerate(names):
-        if i not in ends and name.lower() not in NUMBERS and NAME.fullmatch(name) and is_number(i):
-            fields.setdefault("edge_weight" if name.lower() in WEIGHTS else name, i)
-    known = columns == 2 or {names[i].lower() for i in ends if names} & {*SOURCES, *TARGETS}
-    if columns == 2 + len(fields) and known:
-        return fields, []
+        if i in numeric and i not in ends and lower[i] not in NUMBERS and NAME.fullmatch(name):
+            fields.setdefault("edge_weight" if lower[i] in WEIGHTS else name, i)
     taken = [names[i] for i in ends] if names else ["the first", "the second"]
-    shown = ascii(" and ".join(name[:MOST_SHOWN] for name in taken))[1:-1]
-    others = f", and {len(fields)} as fields" if fields else ""
-    remedy = "" if names else "; columns that a first line names are fields of edges"
-    return fields, [f"of {columns} columns {shown} are taken{others}{remedy}"]
+    notes = []
+    if columns != 2 and (columns > 2 + len(fields) or not {*map(str.lower, taken)} & ENDS):
+        shown = ascii(" and ".join(name[:MOST_SHOWN] for name in taken))[1:-1]
+        others = f", and {len(fields)} as fields" if fields else ""
+        remedy = "" if names else "; columns that a first line names are fields of edges"
+        notes.append(f"of {columns} columns {shown} are taken{others}{remedy}")
+    return [*ends, *fields.values()], tuple(fields), notes
 
 
 def edge_tables(
@@ -362,9 +362,8 @@ def edge_tables(
 def edge_list(path: str) -> Parts:
     """Read an edge per line; further columns that a header line names are edge fields."""
     head = head_of(path, 2)
-    columns = columns_of(head.names) if head.named else (0, 1)
-    numbers = {i for i, text in enumerate(head.row) if is_number(text)}
-    fields, notes = fields_beside(head.names, head.columns, columns, numbers.__contains__)
+    numeric = [i for i, text in enumerate(head.row) if is_number(text)]
+    columns, fields, notes = columns_in(head.names, head.columns, numeric, head.named)
     konect = KONECT.match(head.first)
     if konect and konect[1] == "bip":
         raise SpecError(
@@ -375,14 +374,12 @@ def edge_list(path: str) -> Parts:
         notes.append("KONECT's ids count from 1, here from 0: its vertex 1 is vertex 0")
 
     def edges() -> Iterator[tuple[Array, ...]]:
-        for src, dst, *others in edge_tables(path, head, [*columns, *fields.values()]):
+        for src, dst, *others in edge_tables(path, head, columns):
+            ends = from_zero(path, "KONECT", src, dst) if konect else (src, dst)
             pairs = zip(fields, others, strict=True)
-            yield (
-                *(from_zero(path, "KONECT", src, dst) if konect else (src, dst)),
-                *(column if name == "edge_weight" else narrow(column) for name, column in pairs),
-            )
+            yield *ends, *(of if name == "edge_weight" else narrow(of) for name, of in pairs)
 
-    return Parts(path, edges(), notes=notes, columns=tuple(fields))
+    return Parts(path, edges(), notes=notes, columns=fields)
 
 
 def from_zero(path: str, format: str, *ends: Array) -> Iterator[Array]:
@@ -448,40 +445,34 @@ def parquet(path: str) -> Parts:
     arrow = library("pyarrow.parquet")
     with reading(path, "Parquet"), arrow.ParquetFile(path) as file:
         schema = file.schema_arrow
+    types = {field.name: str(field.type) for field in schema}
     if len(schema.names) < 2:
         raise SpecError(
             f"{path}: an edge list has two columns, this file has {len(schema.names)};"
             " write both ends of an edge"
         )
-    ends = columns_of(schema.names)
-    fields, notes = fields_beside(
-        schema.names,
-        len(schema.names),
-        ends,
-        lambda i: str(schema.field(i).type).startswith(NUMERIC),
-    )
-    names = [schema.names[i] for i in (*ends, *fields.values())]
+    numeric = [i for i, field in enumerate(schema) if str(field.type).startswith(NUMERIC)]
+    columns, fields, notes = columns_in(schema.names, len(schema.names), numeric)
+    names = [schema.names[i] for i in columns]
     for name in names[:2]:
-        if not str(schema.field(name).type).startswith(NUMERIC[:-1]):
+        if not types[name].startswith(NUMERIC[:-1]):
             raise SpecError(
-                f"{path}: {name}: vertex ids must be integers, are {schema.field(name).type};"
-                f" {NUMBER_THEM}"
+                f"{path}: {name}: vertex ids must be integers, are {types[name]}; {NUMBER_THEM}"
             )
 
     def edges() -> Iterator[tuple[Array, ...]]:
         with reading(path, "Parquet"), arrow.ParquetFile(path) as file:
             for batch in file.iter_batches(ROWS, columns=names):
-                columns = [batch.column(name) for name in names]
-                for name, column in zip(names, columns, strict=True):
-                    if column.null_count:
+                for name in names:
+                    if empty := batch.column(name).null_count:
                         raise SpecError(
                             f"{path}: {name}: every edge needs two ids, and a number of each field,"
-                            f" {column.null_count:,} are empty; drop these rows"
+                            f" {empty:,} are empty; drop these rows"
                         )
-                src, dst, *others = (np.asarray(column.to_numpy(False)) for column in columns)
+                src, dst, *others = (np.asarray(batch.column(n).to_numpy(False)) for n in names)
                 yield whole(path, src), whole(path, dst), *others
 
-    return Parts(path, edges(), notes=notes, columns=tuple(fields))
+    return Parts(path, edges(), notes=notes, columns=fields)
 
 
 def load_matrix(path: str) -> Any:
