@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import scipy.sparse as sp
 
-from gnnplan.planner.graph.data import MASKS, labels_of, mask_of, mask_of_ids, named, read_labels
+from gnnplan.planner.graph.data import labels_of, mask_of, mask_of_ids, named, read_labels
 from gnnplan.planner.graph.formats import tables
 from gnnplan.planner.graph.formats.libraries import load_tensors
 from gnnplan.planner.graph.formats.tables import load_matrix, of_matrix
@@ -80,26 +81,26 @@ def _without_targets(path: str, parts: Parts, extras: Extras) -> list[int] | Non
     head = tables.head_of(path)
     if not (others := head.no_features):
         return None
-    has = {
-        "labels": parts.y is not None or extras.labels or extras.stand_in_labels,
-        **dict.fromkeys(MASKS, bool(parts.masks) or extras.split),
-    }
-    taken = {what: place for what, place in others.items() if not has[what]}
-    for what, place in taken.items():
+    labels = parts.y is not None or extras.labels or extras.stand_in_labels
+    split = parts.masks or extras.split
+    masks, said = dict[str, Array](), {"read as labels or masks": list[str](), "left out": []}
+    for what, place in others.items():
+        if labels if what == "labels" else split:
+            said["left out"].append(head.names[place])
+            continue
+        said["read as labels or masks"].append(head.names[place])
         values = tables.whole_matrix(path, columns=[place])[:, 0]
         if what == "labels":
             parts.y = values
         else:
-            parts.masks[what] = mask_of(path, what, values, len(values))
-    for places, are in (
-        (taken, "read as labels or masks"),
-        (others.keys() - taken.keys(), "left out"),
-    ):
-        if names := ", ".join(head.names[others[what]] for what in others if what in places):
-            parts.notes.append(
-                f"{path}: {names}: {are}, since their names say that they are no features; rename"
-                " a column that is one"
-            )
+            masks[what] = mask_of(path, what, values, len(values))
+    parts.masks |= masks
+    parts.notes += (
+        f"{path}: {', '.join(names)}: {are}, since their names say that they are no features;"
+        " rename a column that is one"
+        for are, names in said.items()
+        if names
+    )
     left = [i for i in range(head.columns) if i not in others.values()]
     if not set(left) - {head.ids, *head.numbers}:
         raise SpecError(
@@ -119,47 +120,46 @@ def _vertices(parts: Parts) -> int:
     return max((int(ids.max()) for ids in (src, dst) if ids.size), default=-1) + 1
 
 
-def _kind(path: str) -> str:
-    """Return a file's kind: npy, npz, pt (a zip archive without arrays), or text for the rest."""
+def _held_in(path: str) -> Any:
+    """Return what a file holds: an array (.npy, mapped), objects (.pt), arrays or SciPy's matrix.
+
+    None: it is no such file, so that it should be text."""
     must_be_file(path)
     with open(path, "rb") as stream:
         start = stream.read(6)
     if not start.startswith(b"PK"):
-        return "npy" if start == b"\x93NUMPY" else "text"
+        return mapped_array(path) if start == b"\x93NUMPY" else None
     with arrays_in(path) as arrays:
-        held = [info.filename.endswith(".npy") for info in arrays.files.values()]
-        return "npz" if any(held) else "pt"
+        if "format" in arrays.files:
+            return load_matrix(path).tocsr()
+        if not any(info.filename.endswith(".npy") for info in arrays.files.values()):
+            return load_tensors(path)
+        return {name: arrays.read(name) for name in arrays.files}
 
 
-def _saved(path: str, name: str, names: Sequence[str] = ()) -> Array | None:
-    """Return the array of a .npy (mapped), a .pt or a .npz; None: the file has none.
+def _saved(path: str, what: str, names: Sequence[str] = ()) -> Any:
+    """Return the array, or SciPy's matrix, that a file holds; None: it should be text.
 
-    names: of the array in a .npz, if it holds several."""
-    kind = _kind(path)
-    if kind == "npy":
-        return mapped_array(path)
-    if kind == "npz":
-        with arrays_in(path) as arrays:
-            if "format" in arrays.files:  # a matrix of SciPy
-                return None
-            own = [each for each in names if each in arrays.files] or [*arrays.files]
-            if len(own) > 1 and own[0] not in names:
-                raise SpecError(
-                    f"{path}: {name} are the array {names[0]}, or a single one, and it holds"
-                    f" {', '.join(own)}; save one of them with numpy.save"
-                )
-            return arrays.read(own[0])
-    return tensor_array(path, name, load_tensors(path)) if kind == "pt" else None
+    names: of the array, most likely first, if the file holds several."""
+    held = _held_in(path)
+    if isinstance(held, dict):
+        own = [name for name in names if name in held] or [*held]
+        if len(own) != 1 and own[0] not in names:
+            raise SpecError(
+                f"{path}: {what} are the array {names[0]}, or a single one, and it holds"
+                f" {', '.join(own)}; save one of them with numpy.save"
+            )
+        held = held[own[0]]
+    return held if held is None or sp.issparse(held) else tensor_array(path, what, held)
 
 
 def _features(path: str, parts: Parts, extras: Extras) -> Matrix:
     """Read features from a .npy (mapped), a .npz (dense or sparse), a .pt tensor, or text.
 
     Columns of such a table that are named as labels or masks are no features."""
-    if (saved := _saved(path, "features", FEATURES)) is not None:
+    saved: Matrix | None = _saved(path, "features", FEATURES)
+    if saved is not None:
         return saved
-    if _kind(path) == "npz":
-        return load_matrix(path).tocsr()
     has_ids, columns = _has_ids(path), _without_targets(path, parts, extras)
     if not has_ids:
         return tables.matrix(path, columns=columns)
@@ -177,7 +177,7 @@ def _labels(path: str, parts: Parts) -> Array:
 
     JSON holds a list, or an object {vertex: label}, of a class or a list per vertex."""
     if (saved := _saved(path, "labels", LABELS)) is not None:
-        return np.asarray(saved)
+        return np.asarray(tensor_array(path, "labels", saved))
     if not (tables.start_of(path, 64) or "").lstrip().startswith(("{", "[")):
         vertices, head = _vertices(parts) if _has_ids(path) else 0, tables.head_of(path)
         columns = None
@@ -213,7 +213,8 @@ def _has_ids(path: str) -> bool:
 
 def masks_in(path: str, parts: Parts) -> dict[str, Array]:
     """Read the masks of a split: a folder of lists, a .npz or .pt of masks or lists, or a .json."""
-    if (kind := "folder" if os.path.isdir(path) else _kind(path)) == "folder":
+    may_lack = False
+    if os.path.isdir(path):
         files = {
             file.name.removesuffix(ending): str(file)
             for ending in reversed(ENDINGS)
@@ -224,18 +225,16 @@ def masks_in(path: str, parts: Parts) -> dict[str, Array]:
         for mask, file in named(files).items():
             saved = _saved(file, "ids")
             found[mask] = tables.column(file) if saved is None else np.asarray(saved)
-    elif kind == "npz":
-        with arrays_in(path) as arrays:
-            found = named({name: arrays.read(name) for name in arrays.files})
     else:
-        held = load_tensors(path) if kind == "pt" else read_json(path, LARGEST_JSON, AS_JSON)
+        if may_lack := (held := _held_in(path)) is None:
+            held = read_json(path, LARGEST_JSON, AS_JSON)
         if not isinstance(held, dict):
             raise SpecError(
                 f"{path}: a split is a dictionary of masks or of lists of vertex ids, this is"
                 f" {type(held).__name__}; {AS_JSON}"
             )
         found = {n: tensor_array(path, n, of) for n, of in named(held).items()}
-    if not found or ("train_mask" not in found and kind != "text"):
+    if not found or ("train_mask" not in found and not may_lack):
         raise SpecError(
             f"{path}: a split needs train, val (or valid) and test: masks, or lists of vertex ids;"
             f" found {', '.join(found) or 'none'}"
