@@ -10,7 +10,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +19,7 @@ import numpy as np
 from pydantic import Field
 
 from gnnplan.planner.graph.data import EDGE, MASKS, NAME, NUMBERS, VERTEX, features_of, kind_of
-from gnnplan.planner.graph.graph import AT_ONCE, MOST_CLASSES, MOST_VERTICES, Array
+from gnnplan.planner.graph.graph import AT_ONCE, MOST_CLASSES, MOST_VERTICES, Array, Table
 from gnnplan.planner.graph.npy import Arrays, arrays_in, mapped_array, must_be_count, typed
 from gnnplan.planner.graph.parts import (
     ENDS,
@@ -86,12 +86,12 @@ def read_own(path: str) -> Parts:
         left -= split.keys() - take_split(parts, vertices, split).keys()
         unread = [*source.others]
         for name in left:
-            of = _field_kind(path, name, source, vertices, edges)
-            if of is None:
+            kind = _field_kind(path, name, source, vertices, edges)
+            if kind is None:
                 unread.append(name)
-            elif of + name in arrays:
-                raise SpecError(f"{path}: {name}: is there as {of}{name} too; keep one")
-            elif of == VERTEX:
+            elif kind + name in arrays:
+                raise SpecError(f"{path}: {name}: is there as {kind}{name} too; keep one")
+            elif kind == VERTEX:
                 parts.vertex_fields[name] = source.read(name, mapped=True)
             else:
                 parts.edge_fields[name] = [source.read(name)]
@@ -99,7 +99,7 @@ def read_own(path: str) -> Parts:
         return parts
 
 
-def of_arrays(path: str, arrays: Mapping[str, Array]) -> Parts:
+def of_arrays(path: str, arrays: Table) -> Parts:
     """Return the `Parts` of whole arrays keyed by gnnplan's names. Raises SpecError."""
     ends = ((name, arrays[name]) for name in ENDS)
     src, dst = (  # empty arrays may have any type
@@ -167,7 +167,7 @@ class _Meta(Spec, extra="ignore"):
     classes: int | None = Field(None, ge=0, le=MOST_CLASSES)
 
 
-def _meta(path: str, arrays: Mapping[str, Array]) -> _Meta:
+def _meta(path: str, arrays: Table) -> _Meta:
     if "meta" not in arrays:
         return _Meta()
     text = str(typed(path, "meta", arrays["meta"], "U", (0,)))

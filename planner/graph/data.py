@@ -21,6 +21,7 @@ from gnnplan.planner.graph.graph import (
     Array,
     Features,
     Graph,
+    Table,
     must_be_finite,
     must_fit,
     narrowed,
@@ -240,7 +241,7 @@ def as_mask(path: str, name: str, mask: Array, notes: list[str]) -> Array:
 
 def split_of(
     path: str,
-    given: Mapping[str, Array],
+    given: Table,
     labels: Labels,
     rng: np.random.Generator,
     notes: list[str],
@@ -298,7 +299,7 @@ def random_split(labelled: Array, rng: np.random.Generator, train: float = 0.6) 
     return masks
 
 
-def features_of(path: str, arrays: Mapping[str, Array]) -> Features | None:
+def features_of(path: str, arrays: Table) -> Features | None:
     """Return the features in a table of arrays, or None if it has none. Raises SpecError."""
     if "x" in arrays and "x_indptr" in arrays:
         raise SpecError(
@@ -337,7 +338,7 @@ def _dense(path: str, x: Array) -> Array:
     return x
 
 
-def _sparse(path: str, arrays: Mapping[str, Array]) -> Features:
+def _sparse(path: str, arrays: Table) -> Features:
     """Return features as CSR, with ones if there is no x_data.
 
     Raises SpecError for NaN, infinities and an invalid CSR."""
@@ -430,8 +431,8 @@ def checked(path: str, name: str, array: Array, rows: int, of: str) -> Array:
 
 
 def along(
-    fields: Mapping[str, Array], ends: tuple[Array, Array], vertices: int, directed: bool
-) -> tuple[dict[str, Array], list[str]]:
+    fields: Table, ends: tuple[Array, Array], vertices: int, directed: bool
+) -> tuple[Table, list[str]]:
     """Return the fields of an edge list in the order of the CSR built from it, and notes.
 
     In an undirected graph, an edge listed in one direction has the same row in both directions; an

@@ -15,14 +15,14 @@ from pydantic import Field
 
 from gnnplan.planner.graph.data import MASKS, random_split
 from gnnplan.planner.graph.graph import AT_ONCE, Array, must_fit
-from gnnplan.planner.graph.parts import Parts
+from gnnplan.planner.graph.parts import Blocks, Parts
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, suggest
 from gnnplan.planner.vocabulary.numbers import Ints, offsets
 from gnnplan.planner.vocabulary.spec import Spec, read_as
 
 # (labels before noise [N], blocks of edges, notes)
-Drawn: TypeAlias = tuple[Array, Iterator[tuple[Array, ...]], list[str]]
+Drawn: TypeAlias = tuple[Array, Blocks, list[str]]
 DRAWN_AT_ONCE = AT_ONCE // 8  # R-MAT edges per block
 
 
@@ -162,7 +162,7 @@ GENERATORS: dict[str, tuple[type[Sizes], Callable[[str, Any, np.random.Generator
 }
 
 
-def _cells(given: RMat, new_id: Array) -> Iterator[tuple[Array, ...]]:
+def _cells(given: RMat, new_id: Array) -> Blocks:
     """Yield blocks of R-MAT edges (src, dst), equal on any number of cores (a seed per block)."""
     count, vertices = given.edges // 2, len(new_id)
     levels = (vertices - 1).bit_length()

@@ -25,7 +25,9 @@ from gnnplan.planner.vocabulary.numbers import FLOAT64, SPREAD, Bools, Ints, Pre
 from gnnplan.planner.vocabulary.units import show_bytes, show_count
 
 Array = NDArray[Any]
-Owner: TypeAlias = NDArray[np.int32]  # the part of each vertex [N]
+Int32s = NDArray[np.int32]
+Table = Mapping[str, Array]  # arrays by name
+Owner: TypeAlias = Int32s  # the part of each vertex [N]
 # [N, F] in float32, or in float64 if float32 cannot represent the values exactly; a numpy.memmap if
 # the features stay in their file
 Features: TypeAlias = NDArray[np.floating[Any]] | sp.csr_matrix
@@ -99,8 +101,8 @@ class CsrEdges:
     """All edges of a graph as CSR of in-neighbours, with their fields."""
 
     indptr: Ints  # [N+1]
-    indices: NDArray[np.int32]  # [E]
-    fields: Mapping[str, Array] = field(default_factory=dict)  # name -> numbers of edges [E, ..]
+    indices: Int32s  # [E]
+    fields: Table = field(default_factory=dict)  # name -> numbers of edges [E, ..]
     loops: bool = False  # True: a self-loop per vertex follows all other edges
 
     @property
@@ -135,7 +137,7 @@ class Graph:
 
     stats: GraphStats
     indptr: Ints  # [N+1]
-    indices: NDArray[np.int32]  # [E]
+    indices: Int32s  # [E]
     x: Features
     # class ids, int64 [N], -1 = no label (all -1 in a graph without labels); or multi-label
     # targets, uint8 or float32 [N, C]; or regression targets, float32 [N, C], NaN = no target
@@ -146,8 +148,8 @@ class Graph:
     # link prediction: validation edges and test edges, (source, destination) int64 [2, edges] each
     held_out: tuple[Array, ...] = ()
     # name -> further numbers of vertices [N, ..], and of edges [E, ..] in the order of `indices`
-    vertex_fields: Mapping[str, Array] = field(default_factory=dict)
-    edge_fields: Mapping[str, Array] = field(default_factory=dict)
+    vertex_fields: Table = field(default_factory=dict)
+    edge_fields: Table = field(default_factory=dict)
     loops: bool = False  # True: a DGL module gets a self-loop per vertex besides these edges
     cut: Cut | None = None
 
@@ -158,11 +160,11 @@ class Graph:
             np.asarray(self.indptr), np.asarray(self.indices), self.edge_fields, self.loops
         )
 
-    def neighbours(self, rows: NDArray[Any]) -> NDArray[np.int32]:
+    def neighbours(self, rows: Array) -> Int32s:
         """Return the in-neighbours of the vertices `rows`, row after row [edges]."""
         return np.asarray(self.indices[ranges(self.indptr[rows], self.degree_of(rows))])
 
-    def degree_of(self, rows: NDArray[Any]) -> Ints:
+    def degree_of(self, rows: Array) -> Ints:
         """Return the in-degrees of the vertices `rows` [rows]."""
         return np.asarray(self.indptr[rows + 1] - self.indptr[rows])
 
@@ -194,7 +196,7 @@ class Graph:
         freeze(x)
         return dataclasses.replace(self, x=x, stats=self.stats.made_dense())
 
-    def lengths(self, rows: NDArray[Any]) -> Ints:
+    def lengths(self, rows: Array) -> Ints:
         """Return the count of stored feature numbers of each vertex of `rows` [rows]."""
         if self.stats.dense:
             return np.full(rows.size, self.stats.features)
@@ -218,9 +220,7 @@ class Graph:
         """The edges as a boolean matrix [N, N] that shares memory with the graph."""
         return matrix_of(self.csr_edges, np.ones(len(self.csr_edges.indices), bool))
 
-    def with_edges(
-        self, indptr: Array, indices: Array, fields: Mapping[str, Array], **changes: Any
-    ) -> Graph:
+    def with_edges(self, indptr: Array, indices: Array, fields: Table, **changes: Any) -> Graph:
         """Return the graph with these edges and edge fields, and with other fields changed."""
         known = {each.name: getattr(self, each.name) for each in dataclasses.fields(Graph)}
         edges = {"indptr": indptr, "indices": indices, "edge_fields": fields}
@@ -286,7 +286,7 @@ def must_fit(source: str, what: str, nbytes: float) -> None:
 
 def in_neighbours(
     src: Array, dst: Array, vertices: int, directed: bool
-) -> tuple[Ints, NDArray[np.int32], tuple[str, ...]]:
+) -> tuple[Ints, Int32s, tuple[str, ...]]:
     """Return the CSR (indptr [N+1], indices [E]) of an edge list, and notes on changes.
 
     Self-loops and duplicates are dropped. The graph is made undirected unless `directed`.
@@ -379,7 +379,7 @@ def spread_of(degrees: Array) -> float:
     return float(np.log(positive).std()) if positive.size else 0.0
 
 
-def _hash(directed: bool, arrays: Iterable[Array], fields: Mapping[str, Array]) -> str:
+def _hash(directed: bool, arrays: Iterable[Array], fields: Table) -> str:
     """Return a digest of a graph's content: types, shapes and bytes of arrays and named fields."""
     digest = blake2b(f"{directed}".encode(), digest_size=16)
     named = [*(("", array) for array in arrays), *sorted(fields.items())]

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 import scipy.sparse as sp
 from numpy.lib.mixins import NDArrayOperatorsMixin
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
@@ -35,6 +35,7 @@ from gnnplan.planner.graph.graph import (
     Features,
     Graph,
     GraphStats,
+    Int32s,
     freeze,
     must_fit,
 )
@@ -52,9 +53,8 @@ MOST_DESCRIBED = 64 << 20  # [B] of a .json file
 AT_ONCE = 1 << 20  # edges, or numbers of sparse features, that are read at a time
 AGAIN = "write the folder again with gnnplan partition"
 T = TypeVar("T")
-Ids: TypeAlias = NDArray[Any]
 # (part, positions of rows in the part's arrays, positions of these rows in the result)
-Span: TypeAlias = tuple[int, Ids, Ids]
+Span: TypeAlias = tuple[int, Array, Array]
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ class PartFolder:
 
     # -- rows -----------------------------------------------------------------------------------
 
-    def _by_part(self, ids: Ids) -> list[tuple[int, Ids]]:
+    def _by_part(self, ids: Array) -> list[tuple[int, Array]]:
         """Return (part, positions in `ids` of the part's vertices) for each part that owns any."""
         owner = self.owner[ids]
         return [(int(number), np.flatnonzero(owner == number)) for number in np.unique(owner)]
@@ -225,14 +225,14 @@ class PartFolder:
                 whole.base._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
         return out
 
-    def rows(self, name: str, ids: Ids | None = None, columns: slice | None = None) -> Array:
+    def rows(self, name: str, ids: Array | None = None, columns: slice | None = None) -> Array:
         """Return rows (or columns of rows) of the vertices `ids`, or of all vertices [ids, ..]."""
         ids = np.arange(self.about.graph.vertices) if ids is None else ids
         place = self.place[ids]
         spans = ((number, place[at], at) for number, at in self._by_part(ids))
         return self._gathered(name, spans, ids.size, ... if columns is None else np.s_[:, columns])
 
-    def ragged(self, ids: Ids, pointers: str, *names: str) -> tuple[Ids, list[Array]]:
+    def ragged(self, ids: Array, pointers: str, *names: str) -> tuple[Array, list[Array]]:
         """Return the lengths of variable-length rows [ids], and their numbers, row after row.
 
         pointers: name of the array with the start of each row of a part, like a CSR's indptr.
@@ -253,7 +253,7 @@ class PartFolder:
 
         return lengths, [self._gathered(name, spans(), int(lengths.sum())) for name in names]
 
-    def csr(self, ids: Ids | None = None, columns: slice | None = None) -> Features:
+    def csr(self, ids: Array | None = None, columns: slice | None = None) -> Features:
         """Return features as CSR, of the vertices `ids` or of all, or columns of them."""
         ids = np.arange(self.about.graph.vertices) if ids is None else ids
         lengths, (indices, data) = self.ragged(ids, "x_indptr", "x_indices", "x_data")
@@ -347,10 +347,10 @@ class PartGraph(Graph):
 
     folder: PartFolder
 
-    def neighbours(self, rows: NDArray[Any]) -> NDArray[np.int32]:
+    def neighbours(self, rows: Array) -> Int32s:
         return self.folder.ragged(rows, "indptr", "indices")[1][0]
 
-    def degree_of(self, rows: NDArray[Any]) -> Ints:
+    def degree_of(self, rows: Array) -> Ints:
         return np.asarray(self.degree[rows], np.int64)
 
     @property

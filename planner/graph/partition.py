@@ -15,12 +15,10 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import Any
 
 import numpy as np
 import pymetis
 import scipy.sparse as sp
-from numpy.typing import NDArray
 
 from gnnplan.planner.gnn.workload import AUTO, Workload
 from gnnplan.planner.graph.disk_cache import cached
@@ -29,6 +27,7 @@ from gnnplan.planner.graph.graph import (
     Csr,
     Graph,
     GraphStats,
+    Int32s,
     Owner,
     both_ways,
     matrix_of,
@@ -416,8 +415,8 @@ BEFORE = 1 << 20  # the first epoch number of pre-sampling; training never reach
 class Frequency:
     """Counts of how often pre-sampling drew each vertex [N] and each edge of graph.indices [E]."""
 
-    vertices: NDArray[np.int32]
-    edges: NDArray[np.int32]
+    vertices: Int32s
+    edges: Int32s
 
 
 def presample(graph: Graph, workload: Workload, epochs: int = EPOCHS) -> Frequency:
@@ -496,7 +495,7 @@ def _ufactor(imbalance: float) -> int:
     return round(1000 * imbalance)
 
 
-def _whole(weights: NDArray[Any], most: float) -> Ints:
+def _whole(weights: Array, most: float) -> Ints:
     """Scale the weights to whole numbers >= 1 whose sum is about `most` or less.
 
     If the sum allows it, the largest weight is 1001, so that shares keep three digits."""

@@ -45,6 +45,7 @@ from gnnplan.planner.graph.graph import (
     Features,
     Graph,
     GraphStats,
+    Table,
     feature_arrays,
     finish,
     in_neighbours,
@@ -60,6 +61,7 @@ from gnnplan.planner.vocabulary.units import show_count
 T = TypeVar("T")
 # the matrix, or an iterator over blocks of its rows for files that may exceed memory
 Matrix: TypeAlias = "Features | Iterator[Array]"
+Blocks: TypeAlias = Iterator[tuple[Array, ...]]  # rows of several arrays
 ENDS = "src", "dst"
 # names of features and labels in other libraries' graphs, most likely first
 FEATURES = ("x", "feat", "feature", "features", "node_feat", "node_features")
@@ -270,7 +272,7 @@ def is_numbers(value: Any) -> bool:
 # -- pieces ----------------------------------------------------------------------------------------
 
 
-def edge_pieces(parts: Parts) -> Iterator[tuple[Array, ...]]:
+def edge_pieces(parts: Parts) -> Blocks:
     """Yield blocks of edges: src and dst as int32, and the fields of `columns`.
 
     Raises SpecError for ids that are not vertices."""
@@ -313,7 +315,7 @@ def feature_pieces(path: str, x: Array | Iterator[Array]) -> Iterator[Array]:
         raise SpecError(f"{path}: x: holds no rows of features; give a row for each vertex")
 
 
-def gathered(names: tuple[str, ...], path: str, pieces: Iterable[tuple[Array, ...]]) -> list[Array]:
+def gathered(names: tuple[str, ...], path: str, pieces: Blocks) -> list[Array]:
     """Concatenate the pieces to an array per name. Raises SpecError before they exceed memory."""
     kept: list[tuple[Array, ...]] = []
     nbytes = 0
@@ -326,7 +328,7 @@ def gathered(names: tuple[str, ...], path: str, pieces: Iterable[tuple[Array, ..
     return [np.concatenate(arrays) for arrays in zip(*kept, strict=True)]
 
 
-def streams(parts: Parts) -> Iterator[tuple[tuple[str, ...], Iterable[tuple[Array, ...]]]]:
+def streams(parts: Parts) -> Iterator[tuple[tuple[str, ...], Blocks]]:
     """Yield names and row blocks of the large arrays: edges, edge fields and dense features."""
     yield (*ENDS, *(EDGE + name for name in parts.columns)), edge_pieces(parts)
     for name, pieces in parts.edge_fields.items():
@@ -489,7 +491,7 @@ def _labels_that_may_mislead(found: Labels, classes: int | None) -> Iterator[str
         )
 
 
-def _fields(parts: Parts, vertices: int, edges: int) -> tuple[dict[str, Array], dict[str, Array]]:
+def _fields(parts: Parts, vertices: int, edges: int) -> tuple[Table, Table]:
     """Check and return vertex fields, and edge fields in edge-list order. Raises SpecError."""
     path, on_vertices = parts.path, sorted(parts.vertex_fields.items())
     on_edges = [(n, array) for n, pieces in sorted(parts.edge_fields.items()) for array in pieces]
@@ -499,7 +501,7 @@ def _fields(parts: Parts, vertices: int, edges: int) -> tuple[dict[str, Array], 
     )
 
 
-def _masks(parts: Parts, notes: list[str]) -> dict[str, Array]:
+def _masks(parts: Parts, notes: list[str]) -> Table:
     """Return the masks of the parts as booleans [N]."""
     return {name: as_mask(parts.path, name, mask, notes) for name, mask in parts.masks.items()}
 

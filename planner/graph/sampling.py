@@ -42,7 +42,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gnnplan.planner.gnn.workload import ALL, Workload
-from gnnplan.planner.graph.graph import Graph, GraphStats, freeze, spread_of
+from gnnplan.planner.graph.graph import Array, Graph, GraphStats, freeze, spread_of
 from gnnplan.planner.vocabulary.numbers import Bools, Ints, offsets, ranges
 
 # Streams of random numbers: the first number of each seed, so that draws for different purposes are
@@ -65,9 +65,10 @@ AT_ONCE = 8192  # vertices sampled at a time, so that temporaries stay in the pr
 HELD_OUT_SHARE = 0.05  # share of all edges held out for validation; the same share for test
 
 Ids = Ints
+Words = NDArray[np.uint64]  # of random bits
 
 
-def mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def mix(z: Words) -> Words:
     """Apply splitmix64's finalizer to uint64 words, in place."""
     z ^= z >> np.uint64(30)
     z *= MIX1
@@ -77,7 +78,7 @@ def mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return z
 
 
-def key_of(*numbers: int) -> NDArray[np.uint64]:
+def key_of(*numbers: int) -> Words:
     """Return the key [1] of a stream of draws; a layer's numbers are seed, epoch, batch, layer."""
     key = np.zeros(1, np.uint64)
     for number in numbers:
@@ -90,7 +91,7 @@ def taken(degree: Ids, fanout: int) -> Ids:
     return degree if fanout == ALL else np.minimum(degree, fanout)
 
 
-def draw(graph: Graph, vertices: Ids, fanout: int, key: NDArray[np.uint64]) -> tuple[Ids, Ids]:
+def draw(graph: Graph, vertices: Ids, fanout: int, key: Words) -> tuple[Ids, Ids]:
     """Sample at most `fanout` in-edges (ALL: every in-edge) of each vertex.
 
     Returns (indptr [V+1], places of the edges in graph.indices [edges])."""
@@ -109,7 +110,7 @@ def draw(graph: Graph, vertices: Ids, fanout: int, key: NDArray[np.uint64]) -> t
     return indptr, places
 
 
-def sample_without_replacement(keys: NDArray[np.uint64], degree: Ints, k: int) -> Ints:
+def sample_without_replacement(keys: Words, degree: Ints, k: int) -> Ints:
     """Draw k distinct numbers below each degree (> k) uniformly; return int64 [k, V].
 
     keys: a word per vertex [V] that starts the vertex's stream of draws."""
@@ -178,7 +179,7 @@ class Pairs:
         return Pairs(self.heads[chosen], self.tails[chosen])
 
 
-def fetched(parts: Sequence[Pairs], owner: NDArray[Any], rank: int) -> Ids:
+def fetched(parts: Sequence[Pairs], owner: Array, rank: int) -> Ids:
     """Return the vertices whose rows a rank fetches from other ranks, grouped by owner.
 
     A rank computes the scores of the pairs whose head it owns. owner: the rank of each vertex
@@ -197,7 +198,7 @@ def held_out_pairs(graph: Graph, part: int, negatives: int) -> Pairs:
 
 
 def _with_negatives(
-    graph: Graph, heads: Ids, tails: Ids, ids: Ids, negatives: int, key: NDArray[np.uint64]
+    graph: Graph, heads: Ids, tails: Ids, ids: Ids, negatives: int, key: Words
 ) -> Pairs:
     """Return the edges with `negatives` drawn for each, keyed by the edges' `ids` [B]."""
     words = mix((ids.astype(np.uint64) + key) * GOLDEN)[:, None]

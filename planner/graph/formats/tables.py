@@ -22,7 +22,7 @@ import scipy.sparse as sp
 from gnnplan.planner.graph.data import MASKS, NAME, mask_of_ids
 from gnnplan.planner.graph.graph import LARGEST_WHOLE, MOST_VERTICES, Array, must_fit
 from gnnplan.planner.graph.npy import arrays_in, must_be_count, must_be_ids, must_not_swell, reading
-from gnnplan.planner.graph.parts import LABELS, Parts, library
+from gnnplan.planner.graph.parts import LABELS, Blocks, Parts, library
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, must_be_file
 
@@ -345,9 +345,7 @@ def columns_in(
     return [*ends, *fields.values()], tuple(fields), notes
 
 
-def edge_tables(
-    path: str, head: Head, columns: Sequence[int] = (0, 1)
-) -> Iterator[tuple[Array, ...]]:
+def edge_tables(path: str, head: Head, columns: Sequence[int] = (0, 1)) -> Blocks:
     """Yield blocks of rows: the columns of source, target and edge fields."""
     names = [str(i) for i in range(len(columns))]
     # pandas writes ids as 1.0 if the column ever had an empty cell, numpy.savetxt as 1.0e+00
@@ -373,7 +371,7 @@ def edge_list(path: str) -> Parts:
     if konect:
         notes.append("KONECT's ids count from 1, here from 0: its vertex 1 is vertex 0")
 
-    def edges() -> Iterator[tuple[Array, ...]]:
+    def edges() -> Blocks:
         for src, dst, *others in edge_tables(path, head, columns):
             ends = from_zero(path, "KONECT", src, dst) if konect else (src, dst)
             pairs = zip(fields, others, strict=True)
@@ -421,7 +419,7 @@ def matrix_market(path: str) -> Parts:
     )
     notes = ["ignored: complex numbers of its entries"] if words[3] == "complex" else []
 
-    def edges() -> Iterator[tuple[Array, ...]]:
+    def edges() -> Blocks:
         count = 0
         for src, dst, *weights in edge_tables(path, head, range(2 + weighs)):
             src, dst = from_zero(path, "MatrixMarket", src, dst)
@@ -460,7 +458,7 @@ def parquet(path: str) -> Parts:
                 f"{path}: {name}: vertex ids must be integers, are {types[name]}; {NUMBER_THEM}"
             )
 
-    def edges() -> Iterator[tuple[Array, ...]]:
+    def edges() -> Blocks:
         with reading(path, "Parquet"), arrow.ParquetFile(path) as file:
             for batch in file.iter_batches(ROWS, columns=names):
                 for name in names:
