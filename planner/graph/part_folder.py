@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import mmap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
 from hashlib import blake2b
 from pathlib import Path
@@ -188,8 +188,15 @@ class PartFolder:
             folder, files = self.path, self.about.files
             if number is not None:
                 folder, files = self.path / f"part{number}", self.parts[number].files
-            path = folder / f"{name}.npy"
-            _must_be_whole(path, files[name])
+            path, digest = folder / f"{name}.npy", files[name].digest
+            must_be_file(path, f"copy it there, or {AGAIN}")
+            # a machine compares once, and caches on disk that the file is intact
+            found, _ = remembered("parts", f"{state_of(path)} digest", lambda: digest_of(path))
+            if found != digest:
+                raise SpecError(
+                    f"{path}: is damaged (its digest is not the one that was written); copy it"
+                    f" again, or {AGAIN}"
+                )
             # copy-on-write, since torch warns of read-only arrays; nobody writes to the pages
             self._open[key] = mapped_array(path, "c").view(np.ndarray)
         return self._open[key]
@@ -206,59 +213,61 @@ class PartFolder:
 
     # -- rows -----------------------------------------------------------------------------------
 
-    def _by_part(self, ids: Array) -> list[tuple[int, Array]]:
-        """Return (part, positions in `ids` of the part's vertices) for each part that owns any."""
-        owner = self.owner[ids]
-        return [(int(number), np.flatnonzero(owner == number)) for number in np.unique(owner)]
+    def _spans(self, ids: Array | None) -> list[Span]:
+        """Return the span of each part that owns any of the vertices `ids`, or of all vertices."""
+        ids = np.arange(self.about.graph.vertices) if ids is None else ids
+        owner, place = self.owner[ids], self.place[ids]
+        found = ((number, np.flatnonzero(owner == number)) for number in np.unique(owner).tolist())
+        return [(number, place[at], at) for number, at in found]
 
-    def _gathered(self, name: str, spans: Iterable[Span], count: int, pick: Any = ...) -> Array:
-        """Gather rows of the parts' arrays, indexed by `pick` first, into an array [count, ..]."""
-        row = np.empty((0, *self.parts[0].files[name].shape[1:]))[pick].shape[1:]
-        out = np.empty((count, *row), self.parts[0].files[name].dtype)
-        must_fit(str(self.path), f"{name} of {count:,} rows", out.nbytes)
+    def _gathered(
+        self, names: Sequence[str], spans: Iterable[Span], count: int, pick: Any = ...
+    ) -> list[Array]:
+        """Gather rows of the parts' arrays, indexed by `pick` first, into arrays [count, ..]."""
+        outs = []
+        for stored in (self.parts[0].files[name] for name in names):
+            row = np.empty((0, *stored.shape[1:]))[pick].shape[1:]
+            outs.append(np.empty((count, *row), stored.dtype))
+        must_fit(str(self.path), f"{names[0]} of {count:,} rows", sum(out.nbytes for out in outs))
         for number, here, there in spans:
-            whole = self.array(number, name)
             together = bool((np.diff(here) == 1).all()) and here.size > 0
             places: Any = slice(here[0], here[-1] + 1) if together else here
-            out[there] = whole[pick][places]
-            if together and isinstance(whole.base, np.memmap):  # drop pages, or they count as used
-                whole.base._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
-        return out
+            for name, out in zip(names, outs, strict=True):
+                whole = self.array(number, name)
+                out[there] = whole[pick][places]
+                if together and isinstance(whole.base, np.memmap):  # else pages count as used
+                    whole.base._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
+        return outs
 
     def rows(self, name: str, ids: Array | None = None, columns: slice | None = None) -> Array:
         """Return rows (or columns of rows) of the vertices `ids`, or of all vertices [ids, ..]."""
-        ids = np.arange(self.about.graph.vertices) if ids is None else ids
-        place = self.place[ids]
-        spans = ((number, place[at], at) for number, at in self._by_part(ids))
-        return self._gathered(name, spans, ids.size, ... if columns is None else np.s_[:, columns])
+        spans, pick = self._spans(ids), ... if columns is None else np.s_[:, columns]
+        count = sum(here.size for _, here, _ in spans)
+        return self._gathered([name], spans, count, pick)[0]
 
-    def ragged(self, ids: Array, pointers: str, *names: str) -> tuple[Array, list[Array]]:
+    def ragged(self, ids: Array | None, pointers: str, *names: str) -> tuple[Array, list[Array]]:
         """Return the lengths of variable-length rows [ids], and their numbers, row after row.
 
         pointers: name of the array with the start of each row of a part, like a CSR's indptr.
         names: arrays with the numbers."""
-        parts, place = self._by_part(ids), self.place[ids]
-        begin, lengths = np.empty((2, ids.size), np.int64)
-        for number, at in parts:
+        parts = self._spans(ids)
+        begin, lengths = np.empty((2, sum(here.size for _, here, _ in parts)), np.int64)
+        for number, here, there in parts:
             pointer = self.array(number, pointers)
-            begin[at] = pointer[place[at]]
-            lengths[at] = pointer[place[at] + 1] - begin[at]
-        starts = np.cumsum(lengths) - lengths
-
-        def spans() -> Iterator[Span]:
-            for number, at in parts:
-                for some in (at[run] for run in runs(lengths[at], AT_ONCE)):
-                    here, there = (ranges(of[some], lengths[some]) for of in (begin, starts))
-                    yield number, here, there
-
-        return lengths, [self._gathered(name, spans(), int(lengths.sum())) for name in names]
+            begin[there], lengths[there] = pointer[here], pointer[here + 1] - pointer[here]
+        starts = offsets(lengths)
+        spans = (
+            (number, *(ranges(of[some], lengths[some]) for of in (begin, starts)))
+            for number, _, at in parts
+            for some in (at[run] for run in runs(lengths[at], AT_ONCE))
+        )
+        return lengths, self._gathered(names, spans, int(starts[-1]))
 
     def csr(self, ids: Array | None = None, columns: slice | None = None) -> Features:
         """Return features as CSR, of the vertices `ids` or of all, or columns of them."""
-        ids = np.arange(self.about.graph.vertices) if ids is None else ids
         lengths, (indices, data) = self.ragged(ids, "x_indptr", "x_indices", "x_data")
-        indptr = offsets(lengths)
-        x = sp.csr_matrix((data, indices, indptr), (ids.size, self.about.graph.features))
+        shape = lengths.size, self.about.graph.features
+        x = sp.csr_matrix((data, indices, offsets(lengths)), shape)
         return x if columns is None else x[:, columns]
 
     @property
@@ -268,31 +277,7 @@ class PartFolder:
 
     def edges(self, name: str) -> Array:
         """Return an array of all edges [E, ..], in the order of the whole graph's CSR."""
-        stored, stats = self.parts[0].files[name], self.about.graph
-        out = np.empty((stats.edges, *stored.shape[1:]), stored.dtype)
-        must_fit(str(self.path), f"{name} of all edges", out.nbytes)
-        indptr = self.indptr
-        for run in runs(self.array(None, "degree"), AT_ONCE):
-            rows = slice(indptr[run.start], indptr[run.stop])
-            (out[rows],) = self.ragged(np.arange(run.start, run.stop), "indptr", name)[1]
-        return out
-
-
-def _must_be_whole(path: Path, stored: Stored) -> None:
-    """Raise SpecError unless a file has the recorded digest.
-
-    A machine reads the file once for this check, and caches on disk that the file is intact."""
-
-    def compare() -> bool:
-        if digest_of(path) != stored.digest:
-            raise SpecError(
-                f"{path}: is damaged (its digest is not the one that was written); copy it again,"
-                f" or {AGAIN}"
-            )
-        return True
-
-    must_be_file(path, f"copy it there, or {AGAIN}")
-    remembered("parts", f"{state_of(path)} {stored.digest}", compare)
+        return self.ragged(None, "indptr", name)[1][0]
 
 
 class Lazy(NDArrayOperatorsMixin):
@@ -304,9 +289,7 @@ class Lazy(NDArrayOperatorsMixin):
     def __init__(
         self, dtype: DTypeLike, shape: Sequence[int], read: Callable[..., Any], by_rows: bool
     ) -> None:
-        like = np.broadcast_to(np.zeros((), dtype), shape)  # has all attributes, takes no memory
-        self.dtype, self.shape, self.ndim = like.dtype, like.shape, like.ndim
-        self.size, self.nbytes, self._like = like.size, like.nbytes, like
+        self._like = np.broadcast_to(np.zeros((), dtype), shape)  # takes no memory
         self._read, self._by_rows = read, by_rows
 
     @cached_property
@@ -338,7 +321,8 @@ class Lazy(NDArrayOperatorsMixin):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self.whole, name)
+        known = ("dtype", "nbytes", "ndim", "shape", "size")
+        return getattr(self._like if name in known else self.whole, name)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
