@@ -6,6 +6,7 @@ aggregates from src. load.py makes graphs; this file has the code that all sourc
 from __future__ import annotations
 
 import dataclasses
+import mmap
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -347,15 +348,15 @@ def finish(graph: Graph) -> Graph:
             " x_indptr, x_indices, x_data are sparse"
         )
         stats = dataclasses.replace(stats, notes=(*stats.notes, note))
-    elif sparse and isinstance(x, np.ndarray):
+    elif sparse:
         x = sp.csr_matrix(x)
-    elif not sparse and not isinstance(x, np.ndarray):
+    elif not isinstance(x, np.ndarray):
         must_fit(stats.name, "features", x.shape[0] * x.shape[1] * x.dtype.itemsize)
         x = x.toarray()
     # nobody may change the arrays, so the hash stays valid
     freeze(*structure, *feature_arrays(x).values(), *others, *fields.values())
     stats = dataclasses.replace(
-        stats, hash=digest, nonzeros=nonzeros if sparse else 0, spread=spread_of(graph.degree)
+        stats, hash=digest, nonzeros=nonzeros * sparse, spread=spread_of(graph.degree)
     )
     return dataclasses.replace(graph, stats=stats, x=x)
 
@@ -393,17 +394,17 @@ def _hash(directed: bool, arrays: Iterable[Array], fields: Table) -> str:
 def some_rows(array: Array) -> Iterator[Array]:
     """Yield the array in pieces of some rows.
 
-    A mapped file is read instead, so that pages used once do not stay in the process's memory."""
-    row_bytes = array[:1].nbytes
-    step = max(1, AT_ONCE // max(row_bytes, 1))
+    Pages of a mapped file are dropped after use, or they would count as the process's memory."""
+    step = max(1, AT_ONCE // max(array[:1].nbytes, 1))
     for start in range(0, len(array), step):
-        piece = array[start : start + step]
-        if isinstance(array, np.memmap):
-            assert array.filename
-            piece = np.fromfile(
-                array.filename, array.dtype, piece.size, offset=array.offset + start * row_bytes
-            ).reshape(piece.shape)
-        yield piece
+        yield array[start : start + step]
+        drop_pages(array)
+
+
+def drop_pages(array: Any) -> None:
+    """Drop the pages of a mapped file from memory; they are read again when they are used."""
+    if isinstance(array, np.memmap):
+        array._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
 
 
 def _nonzeros(source: str, x: Any) -> int:
@@ -426,15 +427,14 @@ def narrowed(path: str, name: str, array: Array, first: int = 0) -> Array:
     must_be_finite(path, name, narrow, first)
     if array.dtype == np.float32 or array.dtype.itemsize < 4:
         return narrow
-    if array.dtype.kind in "iu" and array.size:
-        for at in (int(array.argmax()), int(array.argmin())):
-            if abs(found := int(array.flat[at])) > LARGEST_WHOLE:
-                index = [int(i) for i in np.unravel_index(at, array.shape)]
-                index[0] += first
-                raise SpecError(
-                    f"{path}: {name}{index}: features must be whole numbers of at most"
-                    f" {LARGEST_WHOLE:,}, which float64 holds, found {found}; subtract the smallest"
-                )
+    if array.dtype.kind in "iu" and (
+        (bad := (array > LARGEST_WHOLE) | (array < -LARGEST_WHOLE)).any()
+    ):
+        row, *rest = np.argwhere(bad)[0].tolist()
+        raise SpecError(
+            f"{path}: {name}{[first + row, *rest]}: features must be whole numbers of at most"
+            f" {LARGEST_WHOLE:,}, which float64 holds, found {array[bad][0]}; subtract the smallest"
+        )
     wide = array.astype(np.float64, copy=False)
     return narrow if np.array_equal(narrow, wide) else wide
 
@@ -464,12 +464,9 @@ def merging_note(x: Features) -> list[str]:
 
 def must_be_finite(path: str, name: str, array: Array, first: int = 0, rule: str = FINITE) -> None:
     """Raise SpecError for NaN and infinities in an array whose first row is row `first`."""
-    finite = np.isfinite(array)
-    if not finite.all():
-        index = np.argwhere(~finite)[0]
-        found = array[tuple(index)]
-        index[0] += first
+    if (bad := ~np.isfinite(array)).any():
+        row, *rest = np.argwhere(bad)[0].tolist()
         raise SpecError(
-            f"{path}: {name}{index.tolist()}: {rule}, found {found}"
-            f" ({int((~finite).sum()):,} such numbers); clean them with numpy.nan_to_num"
+            f"{path}: {name}{[first + row, *rest]}: {rule}, found {array[bad][0]}"
+            f" ({int(bad.sum()):,} such numbers); clean them with numpy.nan_to_num"
         )

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import mmap
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
 from hashlib import blake2b
@@ -36,6 +35,7 @@ from gnnplan.planner.graph.graph import (
     Graph,
     GraphStats,
     Int32s,
+    drop_pages,
     freeze,
     must_fit,
 )
@@ -235,8 +235,8 @@ class PartFolder:
             for name, out in zip(names, outs, strict=True):
                 whole = self.array(number, name)
                 out[there] = whole[pick][places]
-                if together and isinstance(whole.base, np.memmap):  # else pages count as used
-                    whole.base._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
+                if together:
+                    drop_pages(whole.base)
         return outs
 
     def rows(self, name: str, ids: Array | None = None, columns: slice | None = None) -> Array:
