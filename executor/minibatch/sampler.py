@@ -60,8 +60,8 @@ from gnnplan.planner.graph.sampling import (
     taken,
 )
 from gnnplan.planner.ownership.minibatch import PUSHED, Batches
-from gnnplan.planner.strategies.minibatch.adjacency_store import NEIGHBOUR, Structure, thinned
-from gnnplan.planner.strategies.minibatch.supply import ID, Supply
+from gnnplan.planner.strategies.minibatch.adjacency_store import Structure, thinned
+from gnnplan.planner.strategies.minibatch.supply import Supply
 from gnnplan.planner.vocabulary.numbers import Bools, Group, Ints, offsets, ranges, split
 from gnnplan.planner.vocabulary.schedule import Label
 from gnnplan.planner.vocabulary.trace import Span, sampler_lane
@@ -184,13 +184,16 @@ class Sampler:
                     kept = reads[self._owns(reads)]
                     present[rows] = False
                     present[kept] = True
-                own, asked = self._by_owner(neighbours)
+                owner = self.member[neighbours]
+                asked = [neighbours[owner == place] for place in range(len(self.peers))]
                 self._record(sampled, label, began)
                 wanted = self._all_to_all(
                     sampled, Label("ids", step, layer=layer), asked, self.peers
                 )
                 began = now()
-                new, halo = missing(present, [own, *wanted]), np.concatenate(asked)
+                new = missing(present, wanted)
+                asked[self.place] = wanted[self.place] = neighbours[:0]
+                halo = np.concatenate(asked)
                 for peer, ids, given in zip(self.peers, asked, wanted, strict=True):
                     gives[peer], takes[peer] = given, ids.size
             elif is_shared:
@@ -235,13 +238,6 @@ class Sampler:
         """Whether this rank owns each of these vertices, in a group of several ranks."""
         return np.asarray(self.member[ids] == self.place)
 
-    def _by_owner(self, ids: Ids) -> tuple[Ids, list[Ids]]:
-        """Split vertices into this rank's own, and a list by peer (empty for itself)."""
-        owner = self.member[ids]
-        by_owner = [ids[owner == place] for place in range(len(self.peers))]
-        own, by_owner[self.place] = by_owner[self.place], ids[:0]
-        return own, by_owner
-
     def _draw(
         self, rows: Ids, fanout: int, key: NDArray[np.uint64]
     ) -> tuple[Ids, NDArray[np.int32]]:
@@ -261,25 +257,18 @@ class Sampler:
     ) -> tuple[Ids, NDArray[np.int32]]:
         """Draw neighbours of any vertices, by the ranks with their lists. All ranks call it."""
         assert self.lists is not None
-        everyone, me = range(len(self.groups)), self.me
-        provider = self.lists.provider(me, rows)
+        everyone = range(len(self.groups))
+        provider = self.lists.provider(self.me, rows)
         counts = taken(self._degrees[0][rows], fanout)  # neighbours to be drawn of each row
         order = np.argsort(provider, kind="stable")
         asked = split(rows[order], np.bincount(provider, minlength=len(everyone)))
-        own_rows, asked[me] = asked[me], rows[:0]
         wanted = self._all_to_all(sampled, label._replace(op="ask_edges"), asked, everyone)
         began = now()
-        wanted[me] = own_rows
         indptr, columns = self._draw(np.concatenate(wanted), fanout, key)
         found = np.split(columns, indptr[np.cumsum([ids.size for ids in wanted])[:-1]])
         self._record(sampled, label, began)
-        own, found[me] = found[me], columns[:0]
         takes = np.bincount(provider, weights=counts, minlength=len(everyone)).astype(np.int64)
-        takes[me] = 0
-        nbytes = NEIGHBOUR * (columns.size - own.size)
-        with self._span(sampled, label._replace(op="edges"), nbytes):
-            found = self._exchange(found, takes.tolist(), everyone)
-        found[me] = own
+        found = self._exchange(sampled, label._replace(op="edges"), found, takes.tolist(), everyone)
         # neighbours are in the order of providers: move them to the order of rows
         indptr = offsets(counts)
         columns = np.empty(counts.sum(), columns.dtype)
@@ -349,34 +338,30 @@ class Sampler:
     def _all_to_all(
         self, sampled: Sampled, label: Label, asked: Sequence[np.ndarray], ranks: Sequence[int]
     ) -> list[np.ndarray]:
-        """Run an all-to-all of counts, then of numbers, among some ranks, with a span of each.
-
-        requests: numbers for each rank, empty for this rank.
-        """
-        with self._span(sampled, label._replace(direction="n"), ID * (len(ranks) - 1)):
-            counts = [np.array([len(ids)]) for ids in asked]
-            received = self._exchange(counts, [1] * len(ranks), ranks)
-        with self._span(sampled, label, sum(ids.nbytes for ids in asked)):
-            return self._exchange(asked, [int(n[0]) for n in received], ranks)
-
-    def _push(
-        self, sampled: Sampled, step: int, pushed: Sequence[np.ndarray], ranks: Sequence[int]
-    ) -> list[np.ndarray]:
-        """Send each of some ranks its block of a layer; return the blocks received."""
-        place, nothing = ranks.index(self.me), pushed[0][:0]
-        sent = [block if i != place else nothing for i, block in enumerate(pushed)]
-        received = self._all_to_all(sampled, Label("push", step), sent, ranks)
-        received[place] = pushed[place]
-        return received
+        """Run an all-to-all of counts, then of numbers, among some ranks."""
+        counts, ones = [np.array([len(ids)]) for ids in asked], [1] * len(ranks)
+        received = self._exchange(sampled, label._replace(direction="n"), counts, ones, ranks)
+        return self._exchange(sampled, label, asked, [int(n[0]) for n in received], ranks)
 
     def _exchange(
-        self, parts: Sequence[np.ndarray], takes: list[int], ranks: Sequence[int]
+        self,
+        sampled: Sampled,
+        label: Label,
+        parts: Sequence[np.ndarray],
+        takes: list[int],
+        ranks: Sequence[int],
     ) -> list[np.ndarray]:
-        """Run an all-to-all among some ranks. takes: how many numbers each of them sends."""
+        """Run an all-to-all among some ranks, with a span.
+
+        parts: numbers for each rank; this rank's own are returned to it, and are no traffic.
+        takes: how many numbers each rank sends here.
+        """
         outgoing = torch.from_numpy(np.concatenate(parts))
         incoming = torch.empty(sum(takes), dtype=outgoing.dtype)
         asked = incoming, outgoing, takes, [len(part) for part in parts], dist.AllToAllOptions()
-        self._process_group(ranks).alltoall_base(*asked).wait()  # type: ignore[attr-defined]
+        nbytes = outgoing.nbytes - parts[ranks.index(self.me)].nbytes
+        with self._span(sampled, label, nbytes):
+            self._process_group(ranks).alltoall_base(*asked).wait()  # type: ignore[attr-defined]
         return [part.numpy() for part in torch.split(incoming, takes)]
 
     def _process_group(self, among: Sequence[int]) -> dist.ProcessGroupGloo:
@@ -437,7 +422,7 @@ class SourceSampler(Sampler):
             return
         first, second, *above = drawn
         wanted, messages = self._split_edges(first)
-        received = self._push(sampled, step, messages, self.peers)
+        received = self._all_to_all(sampled, Label("push", step), messages, self.peers)
         with self._span(sampled, Label("lay", step)):
             asked = [block[PUSHED:][: block[0]].astype(np.int64) for block in received]
             sums, rows = self._sum_part(first, received)

@@ -75,7 +75,7 @@ class ColumnSampler(Sampler):
         )
         blocks = [own] * len(self.rail)
         if len(self.rail) > 1:
-            blocks = self._push(sampled, step, blocks, self.rail)
+            blocks = self._all_to_all(sampled, Label("push", step), blocks, self.rail)
         with self._span(sampled, Label("lay", step)):
             rest = (self._part(*layer) for layer in zip(self.edges[1:], above, strict=True))
             sampled.share.parts = [self._merge_blocks(blocks), *rest]
