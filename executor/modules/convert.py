@@ -34,6 +34,9 @@ from gnnplan.planner.gnn.workload import Module, ModuleLayer, Workload
 
 NO_CHAIN = "it is no chain of built-in layers, and runs as it is written"
 SEED = 7  # of dropout in the proof, in which the masks of all layers are alike
+# what may stand between a chain's layers: other calls may differ where no small graph shows it, as
+# relu6 and torch.where(degrees < 100, ..)
+BETWEEN = ("relu", "relu_", "dropout", "log_softmax", "flatten", "view", "reshape", "squeeze")
 NORMS: dict[type[nn.Module], str] = {nn.BatchNorm1d: "batch", nn.LayerNorm: "layer"}
 # (library, class) -> (kind, as Workload.model; "theirs=ours:view" of each parameter)
 CONVOLUTIONS = {
@@ -175,6 +178,8 @@ def _guess(module: nn.Module, recorded: Recorded) -> Chain:
         if node.drops:
             pending["drops"], chain.fields["dropout"] = True, node.drops
         if not isinstance(node.call, Named):
+            if node.call and node.what not in BETWEEN:
+                raise Unfit(NO_CHAIN)
             continue
         part = parts[node.call.name]
         if _class_of(part) in CONVOLUTIONS:

@@ -210,9 +210,11 @@ def read_both_ways(recorded: Recorded) -> Recorded:
         recorded.reader = 0
     edge_sets = edge_sets_of(live_nodes([recorded.output]))
     for first, second in itertools.combinations(edge_sets, 2):
-        is_turned = torch.equal(first.value.flip(0), second.value)
-        is_turned &= masks_of(second) <= masks_of(first)
-        if is_turned and not torch.equal(first.value, second.value):  # as self-loops are
+        if (
+            torch.equal(first.value.flip(0), second.value)
+            and not torch.equal(first.value, second.value)  # as self-loops are
+            and masks_of(second) <= masks_of(first)
+        ):
             second.call, second.args, second.kwargs = flip, (first,), {}
     return recorded
 
