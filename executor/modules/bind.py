@@ -325,6 +325,7 @@ def _drawn_edges(
     draw = np.random.default_rng(vertices)
     dense = draw.random((vertices, vertices)) < 1.5 / vertices
     dense[np.arange(vertices), (np.arange(vertices) + 1) % vertices] = True
+    dense[1, ::2] = True  # many edges into vertex 1, of which a module may leave out some
     dense[0, :] = False  # vertex 0 has no edges into it
     if not directed:
         dense[:, 0] = False

@@ -146,6 +146,8 @@ def _hint(error: BaseException, words: str, small: Small) -> str:
     found = {
         "index out of range": "vertex 0 of that graph has no edges into it, as the first of a part"
         " may have none",
+        "dim_size": "edges lead from all vertices to all, and no convolution between two sets of"
+        " vertices has its own: give both ends all rows, as conv((x, x), edge_index)",
         "SyncBatchNorm": "torch.nn.BatchNorm1d has the moments of all ranks' rows here",
         "CUDA": device,
         "same device": device,

@@ -60,10 +60,19 @@ def with_sizes(small: Recorded, large: Recorded) -> Recorded:
 
     A size is the number of vertices, or of edges of an edge set. Raises Unfit if something else
     differs."""
+    # Python may read the number of vertices, the last vertex's id, or one number of both graphs
+    known = {(small.vertices - less, large.vertices - less): (1, -less) for less in (0, 1)}
+    pairs = zip([*small.answers.items()], large.answers.values(), strict=False)
+    for (node, first), second in pairs:
+        if first != second and (first, second) not in known:
+            raise Unfit(f"{node.place}{NUMBERS_ASKED.format(node.what)}")
+        small.answers[node] = known.get((first, second), (0, first))
     both = [live_nodes([recorded.output, *recorded.answers]) for recorded in (small, large)]
     inputs = zip(small.inputs.values(), large.inputs.values(), strict=True)
     twins = dict(inputs) | dict(zip(*both, strict=False))
     counts: dict[tuple[int, int], Node] = {}  # edges of both graphs -> an edge set, or else an end
+    rivals: dict[tuple[int, int], list[Node]] = {}  # other edge sets of the same number, by masks
+    assumed: dict[Hashable, Node] = {}
 
     def unequal(node: Node) -> Unfit:
         return Unfit(
@@ -85,6 +94,9 @@ def with_sizes(small: Recorded, large: Recorded) -> Recorded:
             if (first, second) == (small.vertices, large.vertices):
                 return small.inputs["vertices"]
             if edges := counts.get((first, second)):
+                for rival in rivals.get((first, second), ()):
+                    as_many = Node(left_none_out, (rival, edges), line=edges.line, path=edges.path)
+                    assumed[as_many.key] = as_many
                 return Node(number_of, (edges,), index=node.index - 0.5, value=first)
         raise unequal(twin)
 
@@ -97,21 +109,23 @@ def with_sizes(small: Recorded, large: Recorded) -> Recorded:
         except ValueError:  # the arguments are nested otherwise
             raise unequal(twin) from None
         if is_edge_set(node.value) or is_edge_set(twin.value):  # small graphs may have none
-            counts[number_of(node.value), number_of(twin.value)] = node
+            size = number_of(node.value), number_of(twin.value)
+            if size in counts and masks_of(counts[size]) != masks_of(node):
+                rivals.setdefault(size, []).append(counts[size])
+            counts[size] = node
         elif is_end(node.value):
             counts.setdefault((number_of(node.value), number_of(twin.value)), node)
     if len(both[0]) != len(both[1]):
         raise unequal(both[1][-1])
-    # Python may read the number of vertices, the last vertex's id, or one number of both graphs
-    known = {(small.vertices - less, large.vertices - less): (1, -less) for less in (0, 1)}
     if len(small.answers) != len(large.answers):
         raise unequal(both[1][-1])
-    pairs = zip([*small.answers.items()], large.answers.values(), strict=True)
-    for (node, first), second in pairs:
-        if first != second and (first, second) not in known:
-            raise Unfit(f"{node.place}{NUMBERS_ASKED.format(node.what)}")
-        small.answers[node] = known.get((first, second), (0, first))
+    small.answers |= dict.fromkeys(assumed.values(), (0, True))
     return small
+
+
+def left_none_out(edges: Tensor, chosen: Tensor) -> Tensor:
+    """Return whether an edge set that a mask chooses has as many edges as another one."""
+    return torch.tensor(number_of(edges) == number_of(chosen))
 
 
 def merge_equal_calls(recorded: Recorded, shared: Mapping[Hashable, Node]) -> dict[Node, float]:

@@ -33,7 +33,7 @@ from gnnplan.executor.modules.record import (
     is_sparse,
     live_nodes,
 )
-from gnnplan.executor.modules.rewrite import flip
+from gnnplan.executor.modules.rewrite import flip, left_none_out
 from gnnplan.planner.graph.graph import CsrEdges
 
 OF_TURNED = (
@@ -247,6 +247,13 @@ class Structure:
         for node, found in self.values_on(whole, self.answers, rows).items():
             times, number = self.answers[node]
             expected = times * whole.vertices + number if times else number
+            if found != expected and node.call is left_none_out:
+                raise Unfit(
+                    f"{node.place}forward leaves out edges of this graph, and of the graphs that it"
+                    " was recorded on none, so it is not known which number of edges later calls"
+                    " mean; weigh edges instead, with 0 for those to leave out, or choose them"
+                    " before, in the graph's file"
+                )
             if found != expected:
                 raise Unfit(
                     f"{node.place}forward reads {node.what} of the edges or fields, which is"
@@ -349,7 +356,8 @@ class Structure:
         if self.is_of_vertices(node):
             views = [(None, slice(0, own), value)]
         elif value.ndim and (found := [s for s in sets if s.value.shape[1] == value.shape[0]]):
-            end = self.small.reader
+            end, near = self.small.reader, {*live_nodes([node])}
+            found = [s for s in found if s in near] or found
             views = [(s, values[s][end] < own, Table(s.value, value, n)) for s in found]
         elif sizes & {*value.shape}:
             return  # else it is one value for all, such as a largest weight

@@ -1,6 +1,7 @@
 """Modules that people have brought, and what became of them before they were run as written."""
 
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,7 @@ REFUSED = r"""
     rows by a place | x, edge_index | | line 15: getitem picks rows by their places \(2000\), | h = torch.cat([self.first(x[:2000]), self.first(-x[2000:])]) ;; return self.c(h, edge_index)
     edges by a place | x, edge_index | | line 15: getitem picks rows by their places \(100000\), | return self.c(self.a(x, edge_index[:, :100000]).tanh(), edge_index)
     edges of another name | x, adj | | line 15: .*adj is edge_index \[2, E\] here, whose matrix is torch.sparse_coo_tensor | return torch.spmm(adj, self.a(x, adj))
+    rows of a few ends | x, edge_index | | edges lead from all vertices to all, .* as conv\(\(x, x\), edge_index\) | return self.c(self.b((self.first(x), self.first(x[:30])), edge_index), edge_index)
     two features | x, edge_index, h | | forward asks for h, | return self.c(x * h.sigmoid(), edge_index)
     two sets of edges | x, edge_index, neg_edge_index | | forward asks for neg_edge_index, .* one set of edges: choose from it by a field of edges | return self.c(x, neg_edge_index)
     two sets of edges of data | data | pos | edge_index_2hop | return self.c(self.b(F.pad(data.pos, (0, 5)), data.edge_index), data.edge_index_2hop)
@@ -501,6 +503,30 @@ return self.c(torch.tanh(h), edge_index[:, ~(degrees > 20)[src]])
     small.whole = CsrEdges(indptr, np.concatenate([others, np.zeros_like(others)]))
     assert user.pieces
     prove(user.module, user.pieces, small)
+
+
+def test_edges_that_a_mask_leaves_out_on_larger_graphs_alone_are_known_or_refused(tmp_path):
+    """A rank crashed in its first step: it counted all edges where the module counts the chosen."""
+    chosen = "edge_index[:, {}]\nreturn self.c(self.a(x, edge_index).tanh(), chosen)"
+    by_degree = "few = torch.bincount(edge_index[1], minlength=len(x)) < 50\nchosen = "
+    asked(tmp_path, by_degree + chosen.format("few[edge_index[0]]"))
+    others = np.arange(1, 97, dtype=np.int32)
+    star = CsrEdges(np.append(0, 96 + np.arange(97)), np.append(others, np.zeros_like(others)))
+    double = read(f"{tmp_path / 'model.py'}:Net", Workload(dtype="float64"), PLAIN)
+    assert double.module and double.pieces
+    small = Small(97, double.module, PLAIN)
+    small.whole = star
+    prove(double.module, double.pieces, small)
+    by_weight = "chosen = " + chosen.format("edge_weight < 99")
+    pieces = asked(
+        tmp_path, by_weight, "x, edge_index, edge_weight", graph_with("edge_weight")
+    ).pieces
+    assert pieces
+    weights = np.ones(len(star.indices), dtype=np.float32)
+    pieces.structure.must_answer_alike(replace(star, fields={"edge_weight": weights}), {})
+    weights[7] = 100
+    with pytest.raises(Unfit, match="line 15: forward leaves out edges of this graph, and of the"):
+        pieces.structure.must_answer_alike(replace(star, fields={"edge_weight": weights}), {})
 
 
 DGL = """

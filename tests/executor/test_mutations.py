@@ -213,7 +213,7 @@ IN_FORWARD = r"""
     a width that is given | carried | h = h + F.one_hot(kind, 3).sum(1, keepdim=True)
     rows of some | forward returns \[\d+, 4\] of 53 vertices | return self.b(h, edge_index)[x[:, 0] > 0]
     a pool of all rows | line 2: index_add makes \[1, 8\] of the rows of all 53 vertices | batch = torch.zeros(x.size(0), dtype=torch.long) ;; h = h + torch.zeros(int(batch.max()) + 1, 8).to(h).index_add(0, batch, h)[batch]
-    vertices by degree | line 2: its calls of torch fail on parts .* as nonzero\(\) of degrees tells | few = (torch.bincount(dst, minlength=len(x)) < 3).nonzero()[:, 0] ;; h = h.index_add(0, few, h[few])
+    vertices by degree | line 2: its calls of torch fail on parts .* as nonzero\(\) of degrees tells | few = (torch.bincount(dst, minlength=len(x)) < 9).nonzero()[:, 0] ;; h = h.index_add(0, few, h[few])
     chance | line 1: bernoulli draws random numbers | h = h * torch.bernoulli(torch.FloatTensor([0.5])).to(h)
     several values | forward returns several values | return h, x
     a dict | a dict; retu | return {'x': h}
