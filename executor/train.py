@@ -143,7 +143,7 @@ class _Training:
         if checkpoints.before is not None:
             return self._take_over(checkpoints, checkpoints.before)
         rank = self.rank
-        notes, tensors = checkpoints.load(checkpoints.first)
+        notes, tensors = checkpoints.load()
         self.worker.load(under(WORKER, tensors))
         fill(self.part.tensors(), tensors)
         if self.best:

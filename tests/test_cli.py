@@ -568,7 +568,7 @@ def test_a_run_of_the_next_strategy_keeps_it_in_its_plan(gnnplan, tmp_path, monk
 def test_the_plan_before_is_kept_where_another_goes_on(plan_file, gnnplan, tmp_path, monkeypatch):
     from gnnplan.executor.launch import run_request
 
-    monkeypatch.setattr(run_request, "last_of", lambda *words: (10, True))
+    monkeypatch.setattr(run_request, "last_of", lambda *words: (10, {}))
     out, other = tmp_path / "run", json.loads(plan_file.read_text()) | {"objective": "cost"}
     out.mkdir()
     (out / "plan.json").write_text(json.dumps(other))

@@ -700,7 +700,7 @@ def test_a_pipe_is_no_checkpoint(tmp_path):
 
     (tmp_path / "checkpoints").mkdir()
     os.mkfifo(tmp_path / "checkpoints" / "epoch10.rank0.safetensors")
-    assert stored(tmp_path / "checkpoints", 0) == []
+    assert stored(tmp_path / "checkpoints") == {}
 
 
 ROW = dict.fromkeys(COLUMNS, "") | {"source": "Table 3", "unit_as_printed": "s"}

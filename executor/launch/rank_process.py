@@ -34,13 +34,7 @@ from gnnplan.executor.launch.run_request import (
     write_run,
 )
 from gnnplan.executor.ranks.activity import Activity
-from gnnplan.executor.ranks.checkpoint import (
-    Checkpoints,
-    fingerprint,
-    handed_over,
-    onwards,
-    question,
-)
+from gnnplan.executor.ranks.checkpoint import Checkpoints, fingerprint, question, resumable
 from gnnplan.executor.ranks.rank import Rank, backend_of, connect, place_rank
 from gnnplan.executor.ranks.rendezvous import attempt, launcher_env, store_of_all
 from gnnplan.planner.decision import plan as documents
@@ -68,8 +62,7 @@ class Ready(NamedTuple):
 
     asked: RunRequest
     checkpoints: Checkpoints
-    stored: list[int]  # epochs whose checkpoint this rank has
-    others: dict[int, Json]  # epoch -> `question` of another plan that stored it
+    stored: dict[int, Json]  # epoch that this rank can resume from -> `question` of its writer
     differs: list[str]  # where this server differs from the one that the plan was made for
 
 
@@ -78,7 +71,6 @@ class Agreement(NamedTuple):
 
     hosts: list[str]  # name of every rank's host
     last: int  # the epoch that all ranks continue from; 0: they begin
-    of_another: bool  # whether the checkpoint of epoch `last` is of another plan
     differs: list[str]  # where servers differ from those that the plan was made for
 
 
@@ -118,8 +110,7 @@ def found(rank: Rank, ready: Ready) -> Found:
         "data": question["graph"],
         "plan": fingerprint(asked),
         "options": json.dumps(asdict(ready.asked.options), sort_keys=True),
-        "checkpoints": ready.stored,
-        "handed_over": [[epoch, fingerprint(plan)] for epoch, plan in ready.others.items()],
+        "checkpoints": [[epoch, fingerprint(plan)] for epoch, plan in ready.stored.items()],
         "differs": ready.differs,
         "device": str(rank.device),
         "card": rank.card,  # a launcher may call every rank's GPU cuda:0
@@ -176,11 +167,10 @@ def compare(messages: Sequence[Found]) -> Agreement:
                 f" {show_bytes(free)} are free; stop the processes that fill it, or plan again for"
                 " more servers or a smaller workload"
             )
-    last, of_another = onwards(
-        (rank["checkpoints"] for rank in messages),
-        ([(epoch, plan) for epoch, plan in rank["handed_over"]] for rank in messages),
-    )
-    return Agreement([rank["host"] for rank in messages], last, of_another, _by_host(messages))
+    # of one plan: ranks with disks of their own may have an epoch of different ones
+    common = set.intersection(*(set(map(tuple, rank["checkpoints"])) for rank in messages))
+    last, _ = max(common, default=(0, ""))
+    return Agreement([rank["host"] for rank in messages], last, _by_host(messages))
 
 
 def _by_host(messages: Sequence[Found]) -> list[str]:
@@ -355,18 +345,18 @@ class _Process:
             self.server = asked.problem.servers[self.number]
         checkpoints = Checkpoints(out, self.number, options.checkpoint_every, training)
         # before ranks meet: reading large files may take longer than peers wait
-        stored = checkpoints.epochs(say) if self.resumes else []
-        others = handed_over(out, training) if self.resumes else {}
-        return Ready(asked, checkpoints, stored, others, differs)
+        stored = resumable(out, [self.number], training, say) if self.resumes else {}
+        return Ready(asked, checkpoints, stored, differs)
 
     def _resume(self, ready: Ready, epochs: int, agreed: Agreement) -> None:
         """Continue from the epoch that all ranks have agreed on. Raises SpecError."""
         assert self.rank is not None
         # our launcher has checked for a checkpoint, as all ranks share its disk
         may_begin = self.prepared or not self.options.resume
-        last, of_another, out, rank = agreed.last, agreed.of_another, self.out, self.rank
-        must_go_on(out, last, epochs, may_begin, of_another, logs=rank.rank == 0)
-        ready.checkpoints.go_on(last, ready.others[last] if of_another else None)
+        last, out, rank, writer = agreed.last, self.out, self.rank, ready.stored.get(agreed.last)
+        before = None if writer == ready.checkpoints.question else writer
+        must_go_on(out, last, epochs, before, may_begin, logs=rank.rank == 0)
+        ready.checkpoints.go_on(last, before)
         # a finished run that continues for more epochs has left these files
         for path in out.glob("rank*.json"):  # an earlier plan may have had more ranks
             number = path.stem.removeprefix("rank")

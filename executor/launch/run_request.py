@@ -19,14 +19,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
-from gnnplan.executor.ranks.checkpoint import (
-    Checkpoints,
-    fingerprint,
-    handed_over,
-    must_have_epochs,
-    onwards,
-    plan_of,
-)
+from gnnplan.executor.ranks.checkpoint import must_have_epochs, plan_of, resumable
 from gnnplan.executor.ranks.checkpoint import question as resumed_question
 from gnnplan.executor.ranks.rendezvous import launcher_env
 from gnnplan.planner.cluster.spec import Cluster
@@ -173,8 +166,8 @@ class RunRequest:
             must_be_new(self.out)
             must_be_folder(self.out)
             return 0
-        last, of_another = last_of(self.out, self.problem, self.settled)
-        must_go_on(self.out, last, self.epochs, of_another=of_another)
+        last, before = last_of(self.out, self.problem, self.settled)
+        must_go_on(self.out, last, self.epochs, before)
         return last
 
     @property
@@ -300,16 +293,16 @@ def must_go_on(
     out: Path,
     last: int,
     epochs: int,
+    before: Json | None = None,
     may_begin: bool = False,
-    of_another: bool = False,
     logs: bool = True,
 ) -> None:
     """Raise SpecError if there is no checkpoint to resume from, or nothing left to train.
 
-    last: epoch of the last checkpoint that all ranks have, 0 if there is none. may_begin: whether
+    last: epoch of the last checkpoint that all ranks have, 0 if there is none. before: the other
+    plan that wrote it, if another; then this plan trains at least one epoch. may_begin: whether
     training may begin from epoch 0. A new run may. So may ranks that our launcher restarts, as the
-    launcher has checked for a checkpoint; a run that a user resumes may not. of_another: whether
-    the checkpoint is of another plan; then this plan trains at least one epoch. logs: whether this
+    launcher has checked for a checkpoint; a run that a user resumes may not. logs: whether this
     machine has the run's metrics, which must reach the checkpoint's epoch.
     """
     if not last and not may_begin:
@@ -318,25 +311,27 @@ def must_go_on(
             " --checkpoint-every epochs, and another plan needs those of all ranks on every"
             " server's disk. Start anew with another --out"
         )
-    if last + of_another > epochs:
+    least = last + (before is not None)
+    if least > epochs:
         raise SpecError(
             f"{out} has a checkpoint of epoch {last}, but only {epochs} epochs are asked for; use"
-            f" --epochs {last + of_another} or more"
+            f" --epochs {least} or more"
         )
     if logs:
         must_have_epochs(out / "metrics.jsonl", last)
 
 
-def last_of(out: Path, problem: Problem, strategy: Strategy) -> tuple[int, bool]:
+def last_of(out: Path, problem: Problem, strategy: Strategy) -> tuple[int, Json | None]:
     """Return the last epoch whose checkpoint all ranks have on this machine, 0 without one.
 
-    Also return whether the checkpoint is of another plan of the same training. Raises SpecError if
-    a checkpoint belongs to another training, or this plan cannot continue from it.
+    Also return the `question` of the plan that wrote it, if it is another plan of the same
+    training. Raises SpecError if a checkpoint belongs to another training, or this plan cannot
+    continue from it.
     """
     asked = resumed_question(problem, strategy)
-    own = [Checkpoints(out, rank, 0, asked).epochs() for rank in range(problem.ranks)]
-    others = handed_over(out, asked)
-    return onwards(own, [[(epoch, fingerprint(plan)) for epoch, plan in others.items()]])
+    found = resumable(out, range(problem.ranks), asked)
+    last = max(found, default=0)
+    return last, None if found.get(last, asked) == asked else found[last]
 
 
 def write_run(out: Path, document: Json, options: Options, last: int) -> None:

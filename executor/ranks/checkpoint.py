@@ -26,7 +26,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -78,8 +78,9 @@ def question(problem: Problem, strategy: Strategy) -> Json:
     }
 
 
-def must_agree(path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    """Raise SpecError if the checkpoint is of another training, and name what differs.
+def must_suit(path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Raise SpecError if the checkpoint is of another training, and name what differs, or if it is
+    of another plan and either strategy cannot hand over weights.
 
     theirs, ours: `question` of the checkpoint and of this run.
     """
@@ -97,14 +98,7 @@ def must_agree(path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -
             " workload and version (its strategy and ranks may differ), or start anew with another"
             " --out"
         )
-
-
-def must_hand_over(path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    """Raise SpecError if either strategy cannot hand over weights to another plan.
-
-    theirs, ours: `question` of the checkpoint and of this run.
-    """
-    for training in (theirs, ours):
+    for training in (theirs, ours) if theirs != ours else ():
         if not (strategy := parse(training["strategy"])).hands_over:
             carried = f" (its {strategy.carries} would be lost)" if strategy.carries else ""
             raise SpecError(
@@ -143,41 +137,21 @@ class Checkpoints:
         """Whether a checkpoint is to be written after this epoch."""
         return bool(self.every) and epoch % self.every == 0
 
-    def epochs(self, tell: Callable[[str], None] = lambda note: None) -> list[int]:
-        """Return the epochs of this rank's undamaged files of this plan.
-
-        tell: called with a note per damaged file. Raises SpecError for a file of another training.
-        """
-        whole = []
-        for epoch in stored(self.folder, self.rank):
-            path = file_of(self.folder, epoch, self.rank)
-            about = header(path)
-            if about is None:
-                tell(f"note: {path} is damaged; going on without it")
-            else:
-                must_agree(path, about["question"], self.question)
-                if about["question"] == self.question:
-                    whole.append(epoch)
-        return whole
-
-    def _managed_files(self) -> Iterator[tuple[int, Path]]:
-        """Yield epoch and path of the files that this rank deletes when they are old.
-
-        They include damaged files, and files of ranks that only an earlier plan had.
-        """
-        for path, epoch, rank in _files(self.folder):
-            if rank % self.question["ranks"] == self.rank:
-                yield epoch, path
-
     def go_on(self, epoch: int, before: Json | None = None) -> None:
         """Set the epoch to resume from (0: the beginning), and delete later checkpoints.
 
         before: the `question` of another plan that wrote the checkpoint of this epoch.
         """
         self.first, self.before = epoch, before
-        for later, path in self._managed_files():
-            if later > epoch:
-                path.unlink(missing_ok=True)
+        self._keep(range(epoch + 1))
+
+    def _keep(self, epochs: range) -> None:
+        """Delete this rank's files of other epochs, damaged ones too, and its share of the files of
+        ranks that only an earlier plan had."""
+        for epoch, ranks in stored(self.folder).items():
+            for rank in ranks:
+                if epoch not in epochs and rank % self.question["ranks"] == self.rank:
+                    file_of(self.folder, epoch, rank).unlink(missing_ok=True)
 
     def save(
         self,
@@ -206,24 +180,21 @@ class Checkpoints:
             save_file(on_host, temporary, {"gnnplan": json.dumps(about)})
         except (OSError, SafetensorError) as error:
             raise _unwritable(path, error) from error
-        self._writing = rank.lanes.in_thread(
-            "disk", lambda: self._publish(temporary, path, synced_first)
-        )
 
-    def _publish(self, temporary: Path, path: Path, before: tuple[int, ...]) -> None:
-        """Rename the temporary file once it is on disk, and delete older checkpoints."""
-        try:
-            for descriptor in before:
-                os.fsync(descriptor)
-            _sync(temporary, os.O_RDWR)
-            os.replace(temporary, path)
-            _sync(self.folder, os.O_RDONLY)
-        except OSError as error:
-            raise _unwritable(path, error) from error
-        oldest = stored(self.folder, self.rank)[-KEPT:][0]
-        for epoch, path in self._managed_files():
-            if epoch < oldest:
-                path.unlink(missing_ok=True)
+        def publish() -> None:
+            """Rename the temporary file once it is on disk, and delete older checkpoints."""
+            try:
+                for descriptor in synced_first:
+                    os.fsync(descriptor)
+                _sync(temporary, os.O_RDWR)
+                os.replace(temporary, path)
+                _sync(self.folder, os.O_RDONLY)
+            except OSError as error:
+                raise _unwritable(path, error) from error
+            own = sorted(each for each, ranks in stored(self.folder).items() if self.rank in ranks)
+            self._keep(range(own[-KEPT:][0], epoch + 1))
+
+        self._writing = rank.lanes.in_thread("disk", publish)
 
     def wait(self) -> None:
         """Wait until the last file is on disk. Raises SpecError if it could not be written."""
@@ -231,9 +202,9 @@ class Checkpoints:
             self._writing.result()
             self._writing = None
 
-    def load(self, epoch: int) -> tuple[Json, dict[str, Tensor]]:
-        """Read notes and tensors of an epoch's checkpoint, which `epochs` has checked."""
-        with safe_open(file_of(self.folder, epoch, self.rank), framework="pt") as file:
+    def load(self) -> tuple[Json, dict[str, Tensor]]:
+        """Read notes and tensors of the checkpoint to resume from."""
+        with safe_open(file_of(self.folder, self.first, self.rank), framework="pt") as file:
             notes: Json = json.loads(file.metadata()["gnnplan"])["notes"]
             return notes, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
@@ -254,25 +225,38 @@ class Checkpoints:
         return notes[0], {name: side_by_side(each) for name, each in parts.items()}
 
 
-def handed_over(out: Path, ours: Mapping[str, Any]) -> dict[int, Json]:
-    """Return epoch -> `question` of another plan whose undamaged checkpoints this plan can resume.
+def resumable(
+    out: Path,
+    ranks: Collection[int],
+    ours: Mapping[str, Any],
+    tell: Callable[[str], None] = lambda note: None,
+) -> dict[int, Json]:
+    """Return the epochs from which `ranks` can resume -> the `question` of the plan that wrote it.
 
-    ours: `question` of this plan. The files of all ranks must be on this disk. Raises SpecError if
-    a file is of another training, or its strategy cannot hand over to this plan's.
+    Each rank needs its own file of this plan, or the files of all ranks of another plan. ours:
+    `question` of this plan. tell: called with a note per damaged file of `ranks`. Raises SpecError
+    if a file is of another training, or of a strategy that cannot hand over to this plan's.
     """
-    questions, folder = {}, out / "checkpoints"
-    for epoch in stored(folder, 0):
-        first = file_of(folder, epoch, 0)
-        about = header(first, checked=False)
-        if about is None or about["question"] == ours or (about := header(first)) is None:
-            continue
-        must_agree(first, about["question"], ours)
-        theirs = about["question"]
-        must_hand_over(first, theirs, ours)
-        other_headers = (header(file_of(folder, epoch, rank)) for rank in range(1, theirs["ranks"]))
-        if all(about is not None and about["question"] == theirs for about in other_headers):
-            questions[epoch] = theirs
-    return questions
+    found, folder, damaged = dict[int, Json](), out / "checkpoints", dict[Path, str]()
+
+    def question_of(epoch: int, rank: int) -> Json | None:
+        path = file_of(folder, epoch, rank)
+        if about := header(path):
+            must_suit(path, about["question"], ours)
+            return dict(about["question"])
+        if rank in ranks and path.is_file():
+            damaged[path] = f"note: {path} is damaged; going on without it"
+        return None
+
+    for epoch in sorted(stored(folder)):
+        if all(question_of(epoch, rank) == ours for rank in ranks):
+            found[epoch] = dict(ours)
+        elif (theirs := question_of(epoch, 0)) and theirs != ours:
+            if all(question_of(epoch, rank) == theirs for rank in range(1, theirs["ranks"])):
+                found[epoch] = theirs
+    for note in damaged.values():
+        tell(note)
+    return found
 
 
 def file_of(folder: Path, epoch: int, rank: int) -> Path:
@@ -307,42 +291,13 @@ def checksum(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
     return crc
 
 
-def stored(folder: Path, rank: int) -> list[int]:
-    """Return the epochs of a rank's files in the folder of checkpoints, in order."""
-    return sorted(epoch for _, epoch, owner in _files(folder) if owner == rank)
-
-
-def _files(folder: Path) -> Iterator[tuple[Path, int, int]]:
-    """Yield path, epoch and rank of every checkpoint in the folder."""
+def stored(folder: Path) -> dict[int, set[int]]:
+    """Return epoch -> ranks of the files in the folder of checkpoints."""
+    found: dict[int, set[int]] = {}
     for path in folder.glob("epoch*"):
         if (match := _FILE.fullmatch(path.name)) and path.is_file():
-            yield path, int(match[1]), int(match[2])
-
-
-def latest(epochs: Iterable[Iterable[int]]) -> int:
-    """Return the last epoch that all ranks have, 0 if there is none.
-
-    >>> latest([[10, 20], [10]]), latest([[10], []])
-    (10, 0)
-    """
-    return max(set.intersection(*map(set, epochs)), default=0)
-
-
-def onwards(
-    own: Iterable[Iterable[int]], handed_over: Iterable[Iterable[tuple[int, str]]]
-) -> tuple[int, bool]:
-    """Return the epoch that all ranks resume from (0: none), and whether another plan wrote it.
-
-    own: by rank, epochs with a checkpoint of this plan. handed_over: by rank, epochs with the
-    checkpoints of all ranks of another plan, and that plan's `fingerprint`. If both have the same
-    last epoch, this plan's checkpoint is used.
-
-    >>> onwards([[10], [10]], [[(20, "a")], [(20, "a")]]), onwards([[10], [10]], [[(10, "a")], []])
-    ((20, True), (10, False))
-    """
-    ours = latest(own)
-    theirs = max((epoch for epoch, _ in set.intersection(*map(set, handed_over))), default=0)
-    return max(ours, theirs), theirs > ours
+            found.setdefault(int(match[1]), set()).add(int(match[2]))
+    return found
 
 
 def must_have_epochs(metrics: Path, first: int) -> int:
@@ -364,15 +319,12 @@ def last_stored(out: Path, ranks: Iterable[int]) -> int:
 
     0: none. It is for messages: checksums are not compared.
     """
-    folder = out / "checkpoints"
-    own = latest(stored(folder, rank) for rank in ranks)
-    for epoch in reversed(stored(folder, 0)):
-        about = header(file_of(folder, epoch, 0), checked=False) if epoch > own else None
-        if about is not None and all(
-            file_of(folder, epoch, rank).is_file() for rank in range(about["question"]["ranks"])
-        ):
+    folder, needed = out / "checkpoints", set(ranks)
+    for epoch, owners in sorted(stored(folder).items(), reverse=True):
+        about = header(file_of(folder, epoch, 0), checked=False)
+        if needed <= owners or (about and owners.issuperset(range(about["question"]["ranks"]))):
             return epoch
-    return own
+    return 0
 
 
 def _sync(path: Path, flags: int) -> None:

@@ -375,7 +375,7 @@ class Ranks:
 
 def _train(rank: Any, case: Case, out: Path) -> None:
     from gnnplan.executor.launch.run_request import last_of
-    from gnnplan.executor.ranks.checkpoint import Checkpoints, handed_over, question
+    from gnnplan.executor.ranks.checkpoint import Checkpoints, question
     from gnnplan.executor.train import train
 
     problem = case.problem(rank.world)
@@ -383,8 +383,7 @@ def _train(rank: Any, case: Case, out: Path) -> None:
     asked = question(problem, strategy)
     checkpoints = Checkpoints(out, rank.rank, case.checkpoint_every, asked)
     if case.resume:
-        last, of_another = last_of(out, problem, strategy)
-        checkpoints.go_on(last, handed_over(out, asked)[last] if of_another else None)
+        checkpoints.go_on(*last_of(out, problem, strategy))
     train(rank, problem, strategy, out, case.epochs, case.eval_every, checkpoints=checkpoints)
 
 

@@ -292,14 +292,30 @@ def found(
     checkpoints = Checkpoints(Path(), rank.rank, 0, question)
     document = {"best": {"predicted": {"memory": predicted or {}}}}
     asked = RunRequest(document, Path(), Options(epochs=3), loaded=problem)
-    return {**rank_process.found(rank, Ready(asked, checkpoints, [10, 20], {}, [])), **other}
+    stored = {10: question, 20: question}
+    return {**rank_process.found(rank, Ready(asked, checkpoints, stored, [])), **other}
 
 
 def test_ranks_that_agree(problem):
-    theirs = found(problem, rank=OTHER, checkpoints=[10], host="elsewhere")
+    theirs = found(problem, rank=OTHER, host="elsewhere")
+    theirs["checkpoints"].pop()
     # processes are in the order of their GPUs
     agreed = rank_process.compare([theirs, found(problem)])
-    assert agreed == Agreement([socket.gethostname(), "elsewhere"], 10, False, [])
+    assert agreed == Agreement([socket.gethostname(), "elsewhere"], 10, [])
+
+
+def test_ranks_with_disks_of_their_own_choose_one_plan(problem):
+    """Rank 0 had epoch 10 of both plans, rank 1 that of this one: each loaded what it had."""
+    for ours, theirs, last in (
+        ([[10, "a"]], [[10, "a"], [20, "a"]], 10),
+        ([[10, "a"], [20, "other"]], [[10, "a"], [20, "other"]], 20),
+        ([[10, "a"], [20, "other"]], [[10, "a"], [20, "third"]], 10),
+        ([[10, "other"]], [[10, "a"]], 0),
+        ([], [[10, "a"]], 0),
+    ):
+        own = found(problem, checkpoints=ours)
+        other = found(problem, rank=OTHER, checkpoints=theirs)
+        assert rank_process.compare([own, other]).last == last
 
 
 @pytest.mark.parametrize("name", ["gnnplan", "torch", "data", "plan", "options"])

@@ -24,10 +24,9 @@ from gnnplan.executor.ranks import checkpoint
 from gnnplan.executor.ranks.checkpoint import (
     Checkpoints,
     file_of,
-    handed_over,
     header,
     last_stored,
-    latest,
+    resumable,
     stored,
 )
 from gnnplan.executor.ranks.learner import ModelPart, Optimizer, fill
@@ -47,7 +46,7 @@ def test_a_rank_has_its_last_checkpoint_when_it_writes_the_next(run_ranks, graph
     fsync, row, there = os.fsync, train._row, dict[int, list[int]]()
 
     def meet(rank: Rank, problem: Any, epoch: int, *more: Any) -> dict[str, Any]:
-        there[epoch + 1] = stored(run_ranks.folder / f"run{run_ranks.runs}" / "checkpoints", 0)
+        there[epoch + 1] = [*sorted(stored(run_ranks.folder / f"run{run_ranks.runs}/checkpoints"))]
         return row(rank, problem, epoch, *more)
 
     monkeypatch.setattr(checkpoint.os, "fsync", lambda file: (time.sleep(0.1), fsync(file)))
@@ -107,15 +106,14 @@ def saved(out: Path, rank: int, *epochs: int) -> Checkpoints:
 
 
 def test_the_last_two_are_kept_and_the_last_of_all_ranks_counts(tmp_path):
-    mine, other = saved(tmp_path, 0, 10, 20, 30), saved(tmp_path, 1, 10, 20)
-    kept = [stored(tmp_path / "checkpoints", rank) for rank in (0, 1)]
-    assert kept == [[20, 30], [10, 20]] and mine.epochs() == [20, 30]
-    last = latest([mine.epochs(), other.epochs()])
-    assert last == 20
-    mine.go_on(last)
-    notes, tensors = mine.load(last)
+    mine, _ = saved(tmp_path, 0, 10, 20, 30), saved(tmp_path, 1, 10, 20)
+    assert stored(mine.folder) == {10: {1}, 20: {0, 1}, 30: {0}}
+    assert resumable(tmp_path, [0], QUESTION) == {20: QUESTION, 30: QUESTION}
+    assert list(resumable(tmp_path, [0, 1], QUESTION)) == [20]
+    mine.go_on(20)
+    notes, tensors = mine.load()
     assert notes == {"bytes": {"halo": 20}} and tensors["weight"].item() == 20
-    assert mine.epochs() == [20]  # epochs after it are trained again
+    assert list(resumable(tmp_path, [0], QUESTION)) == [20]  # epochs after it are trained again
     assert [
         p.name for p in mine.folder.iterdir() if "tmp" in p.name or p.name.startswith(".")
     ] == []
@@ -126,7 +124,7 @@ def test_a_torn_file_is_as_none(left, tmp_path):
     checkpoints = saved(tmp_path, 0, 10, 20)
     torn = checkpoints.folder / "epoch20.rank0.safetensors"
     torn.write_bytes(torn.read_bytes()[:left])
-    assert checkpoints.epochs() == [10]
+    assert list(resumable(tmp_path, [0], QUESTION)) == [10]
 
 
 @pytest.mark.parametrize("at", [b"halo", -1, -4])
@@ -138,7 +136,7 @@ def test_a_damaged_file_is_as_none_and_said(at, tmp_path):
     raw, told = bytearray(damaged.read_bytes()), list[str]()
     raw[at if isinstance(at, int) else raw.index(at) + 8] ^= 1
     damaged.write_bytes(raw)
-    assert checkpoints.epochs(told.append) == [10]
+    assert list(resumable(tmp_path, [0], QUESTION, told.append)) == [10]
     assert told == [f"note: {damaged} is damaged; going on without it"]
 
 
@@ -148,7 +146,7 @@ def test_a_checkpoint_without_a_checksum_is_taken(tmp_path):
     path = checkpoints.folder / "epoch10.rank0.safetensors"
     about = header(path)
     save_file({"weight": torch.ones(1)}, path, {"gnnplan": json.dumps(about)})
-    assert "crc32" not in about and checkpoints.epochs() == [10]
+    assert "crc32" not in about and list(resumable(tmp_path, [0], QUESTION)) == [10]
 
 
 def test_metrics_that_another_program_cuts_are_noticed_at_the_next_epoch(tmp_path):
@@ -198,9 +196,9 @@ def test_another_training_is_refused(tmp_path):
         SpecError,
         match=r"is of another training \(graph 'abc' there and 'd' here\); resume with a plan of the",
     ):
-        Checkpoints(tmp_path, 0, 10, {**QUESTION, "graph": "d"}).epochs()
+        resumable(tmp_path, [0], {**QUESTION, "graph": "d"})
     with pytest.raises(SpecError, match=r"gnnplan '1' there and '2' here"):
-        Checkpoints(tmp_path, 0, 10, {**QUESTION, "gnnplan": "2"}).epochs()
+        resumable(tmp_path, [0], {**QUESTION, "gnnplan": "2"})
     with pytest.raises(SpecError, match=r"weight is torch.float32 \[1\], this training's .* \[2\]"):
         fill({"weight": torch.zeros(2)}, {"weight": torch.zeros(1)})
 
@@ -360,17 +358,17 @@ def of_columns(out: Path, *ranks: int, **changed: Any) -> None:
 def test_a_part_that_is_missing_or_damaged_hands_nothing_over(tmp_path):
     ours = {**QUESTION, "ranks": 3}
     of_columns(tmp_path, 0)
-    assert handed_over(tmp_path, ours) == {} and last_stored(tmp_path, range(3)) == 0
+    assert resumable(tmp_path, [2], ours) == {} and last_stored(tmp_path, range(3)) == 0
     of_columns(tmp_path, 1)
-    assert list(handed_over(tmp_path, ours)) == [10] and last_stored(tmp_path, range(3)) == 10
+    assert list(resumable(tmp_path, [2], ours)) == [10] and last_stored(tmp_path, range(3)) == 10
     of_columns(tmp_path, 1, strategy="granndis")  # of a third plan
-    assert handed_over(tmp_path, ours) == {}
+    assert resumable(tmp_path, [2], ours) == {}
     of_columns(tmp_path, 1)
     path = tmp_path / "checkpoints" / "epoch10.rank1.safetensors"
     raw = bytearray(path.read_bytes())
     raw[-1] ^= 1
     path.write_bytes(raw)
-    assert handed_over(tmp_path, ours) == {}
+    assert resumable(tmp_path, [2], ours) == {}
 
 
 def test_what_is_saved_twice_is_read_once(tmp_path, monkeypatch):
