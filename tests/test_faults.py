@@ -144,12 +144,14 @@ class Gone:
         self.exitcode, self.timestamp = exitcode, timestamp
 
 
-def test_a_rank_that_the_kernel_killed_for_its_memory(tmp_path):
+def test_a_rank_that_the_kernel_killed_for_its_memory():
     from gnnplan.executor.launch.failure import account, blame
+    from gnnplan.executor.ranks.activity import Activity
 
     told = account({"features": 3e6, "halo": 0.0, "activations": 12e6})
     gone, names = {0: Gone(75, 1), 1: Gone(-9, 2)}, ["rank 0 (server 0)", "rank 1 (server 0)"]
-    error = blame(gone, tmp_path, names, 3.0, "All ranks were stopped", told)
+    records = [Activity(), Activity()]
+    error = blame(gone, records, names, 3.0, "All ranks were stopped", told)
     words = [
         r"rank 1 \(server 0\) was lost in start: killed by SIGKILL, as the kernel does to processes"
         r" when memory runs out\. the plan "
@@ -178,20 +180,21 @@ BLAME = """
 
 
 @pytest.mark.parametrize("row", BLAME.strip().splitlines())
-def test_the_blame(row, tmp_path):
+def test_the_blame(row):
     from gnnplan.executor.launch.failure import Failure, blame
-    from gnnplan.executor.ranks.activity import Activity, seen
+    from gnnplan.executor.ranks.activity import Activity
 
     told, words = row.split(" -> ")
-    failures = {}
+    failures, records = {}, []
     for rank, part in enumerate(told.split("; ")):
         ended, _, message = part.partition(" ")
         failures[rank] = Gone(*map(int, ended.split("@")))
+        records.append(Activity())
         if message:
             waited_s = 600.0 * ("NCCL" in message)
             failure = Failure(failures[rank].exitcode, message, "halo", waited_s)
-            Activity(seen(tmp_path, rank)).leave(failure.note)
+            records[rank].leave(failure.note)
     names = [f"rank {rank} (server {rank})" for rank in failures]
-    error = blame(failures, tmp_path, names, 3.0, "All ranks were stopped")
+    error = blame(failures, records, names, 3.0, "All ranks were stopped")
     assert str(error).startswith(words)
     assert error.exit_code == (2 if words.startswith("the plan is") else 4)

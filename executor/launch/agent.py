@@ -75,13 +75,13 @@ class _Agent(LocalElasticAgent):
         self.watched, self._killed_before = watched, _oom_kills()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        activity.begin(self.watched.out, len(self.watched.names))
+        self._records = activity.begin(self.watched.out, len(self.watched.names))
         pids: dict[int, Any] = super()._start_workers(worker_group)
         assert isinstance(self._pcontext, SubprocessContext)
         self._pcontext.close = partial(_close_soon, self._pcontext, self._pcontext.close)  # type: ignore[method-assign]
         self._pids = [pids[local] for local in sorted(pids)]
         self._looked, self._silent_s = time.monotonic(), 0.0
-        self._activities, self._cores_s = [""], 0.0
+        self._operations, self._cores_s = [""], 0.0
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -97,19 +97,17 @@ class _Agent(LocalElasticAgent):
         now = time.monotonic()
         self._silent_s += min(now - self._looked, SEEN)
         self._looked = now
-        paths = [activity.seen(self.watched.out, process) for process in range(len(self._pids))]
-        activities = [activity.read(path) for path in paths]
+        operations = [record.operation for record in self._records]
         cores_s = sum(map(_core_s, self._pids))
-        if activities != self._activities or abs(cores_s - self._cores_s) > BUSY:
-            self._activities, self._cores_s, self._silent_s = activities, cores_s, 0.0
-        elif self._silent_s > self.watched.limit_s + HEAD_START and all(map(_in_epoch, activities)):
+        if operations != self._operations or abs(cores_s - self._cores_s) > BUSY:
+            self._operations, self._cores_s, self._silent_s = operations, cores_s, 0.0
+        elif self._silent_s > self.watched.limit_s + HEAD_START and all(map(_in_epoch, operations)):
             message = (
                 f"no rank has done anything for {self._silent_s:.0f} s; were they stopped? One that"
                 " works longer at an operation needs a longer --timeout"
             )
-            for path, pid, operation in zip(paths, self._pids, activities, strict=True):
-                with suppress(OSError):  # without the folder, still kill the processes
-                    activity.leave(path, Failure(LostRank.exit_code, message, operation).note)
+            for record, pid in zip(self._records, self._pids, strict=True):
+                record.leave(Failure(LostRank.exit_code, message, record.operation).note)
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
@@ -121,7 +119,7 @@ class _Agent(LocalElasticAgent):
         starved = _oom_kills() > self._killed_before
         self.error = blame(
             failures,
-            self.watched.out,
+            self._records,
             self.watched.names,
             self.watched.limit_s,
             self.watched.safe(),

@@ -21,15 +21,16 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from shlex import quote
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from gnnplan.executor.ranks.activity import Activity, read, read_note, seen
+from gnnplan.executor.ranks.activity import Activity, seen
 from gnnplan.executor.ranks.checkpoint import last_stored
 from gnnplan.executor.ranks.machine import allocated, free_memory, process_room, resident
-from gnnplan.executor.ranks.rank import die_with_parent, leave
+from gnnplan.executor.ranks.rank import Rank, die_with_parent, leave
 from gnnplan.planner.vocabulary.errors import GnnplanError, Infeasible, LostRank, SpecError
 from gnnplan.planner.vocabulary.files import make_folder, refusal, remedy_of, write_atomically
 from gnnplan.planner.vocabulary.units import show_bytes, show_count
@@ -103,8 +104,7 @@ def be_rank(out: Path, work: Callable[[Path, Activity], Failure | None]) -> NoRe
     try:
         failure = work(out, activity)
     except Exception as error:
-        code, message = explain(error, None, 0, torch.device("cpu"), {})
-        failure = Failure(code, message, str(activity))
+        failure = explain(error, str(activity))
     if failure is None:
         leave(0)
     with suppress(MemoryError):
@@ -116,25 +116,29 @@ def be_rank(out: Path, work: Callable[[Path, Activity], Failure | None]) -> NoRe
 
 def explain(
     error: Exception,
-    out: Path | None,
-    number: int,
-    device: torch.device,
-    predicted: Mapping[str, float],
-) -> tuple[int, str]:
-    """Return the exit code and the message of an error of rank `number`.
+    activity: str,
+    traceback_path: Path | None = None,
+    rank: Rank | None = None,
+    predicted: Mapping[str, float] = MappingProxyType({}),
+) -> Failure:
+    """Return the failure of a rank by an error.
 
     The reason is an error of our own, memory that ran out, a refusal of the system, a lost peer, or
-    a bug, whose traceback is stored in `out`, if any. predicted: memory of the fullest rank by
-    use [B].
+    a bug, whose traceback is stored, if there is a place. activity: what the rank is in now; a span
+    notes its operation on an error that passes it, as the lane may be busy again by now. predicted:
+    memory of the fullest rank by use [B].
     """
+    if spans := getattr(error, "__notes__", []):
+        activity = spans[0].removeprefix("in ")
     if isinstance(error, GnnplanError):
-        return error.exit_code, str(error)
+        return Failure(error.exit_code, str(error), activity)
     reason = str(error).strip().partition("\n")[0][:FOREIGN_TEXT]
     if limit := no_more_processes(error):
-        return SpecError.exit_code, limit
+        return Failure(SpecError.exit_code, limit, activity)
     if ran_out(error):
         message = f"memory ran out ({reason or type(error).__name__})"
-        return LostRank.exit_code, "\n".join([message, account(predicted), found(device), REMEDY])
+        message = "\n".join([message, account(predicted), found(rank), REMEDY])
+        return Failure(LostRank.exit_code, message, activity)
     if (refused := refusal(error)) is not None:
         remedy = remedy_of(refused)
         where_to = f"{refused.filename}: " if refused.filename else ""
@@ -143,20 +147,20 @@ def explain(
         if "/dev/shm" in reason:
             remedy = "give the container more shared memory (--shm-size)"
         # as for an unwritable file of ours (cannot_write): a restart would fail the same way
-        return SpecError.exit_code, f"{where_to}{message}; {remedy}"
+        return Failure(SpecError.exit_code, f"{where_to}{message}; {remedy}", activity)
     if isinstance(error, torch.distributed.DistError) or (
         isinstance(error, RuntimeError) and any(part in str(error) for part in LOST_PEER)
     ):
-        return FAILED_WITH_OTHERS, f"its peers did not answer ({reason})"
-    return (
-        LostRank.exit_code,
-        f"{_describe(error)}{f' ({_keep_traceback(error, out, number)})' if out else ''}",
-    )
+        message = f"its peers did not answer ({reason})"
+        waited_s = rank.groups.patience if rank else 0.0
+        return Failure(FAILED_WITH_OTHERS, message, activity, waited_s)
+    kept = f" ({_keep_traceback(error, traceback_path)})" if traceback_path else ""
+    return Failure(LostRank.exit_code, f"{_describe(error)}{kept}", activity)
 
 
 def blame(
     failures: Mapping[int, Any],
-    out: Path,
+    records: Sequence[Activity],
     names: Sequence[str],
     timeout_s: float,
     safe: str,
@@ -165,57 +169,55 @@ def blame(
     """Return the error of the rank that failed by itself, not of ranks that stopped because of it.
 
     failures: exitcode and timestamp by process, as torch's elastic agent has them.
-    names: of every process.
+    records, names: of every process.
     safe: a sentence on what is on disk.
     starved: added to the message of a killed rank; not empty if the kernel has killed a process
         because memory ran out.
     """
-    notes = {
-        process: Failure.of(text)
-        for process in range(len(names))
-        if (text := read_note(seen(out, process)))
-    }
-
-    def place(process: int) -> str:
-        """Return the operation that a rank was in.
-
-        The note of a rank that raised an error is more precise than its activity file, which may
-        show what another lane began afterwards.
-        """
-        note_activity = notes[process].activity if process in notes else ""
-        return note_activity or read(seen(out, process)) or "start"
-
+    ranks = list(map(_last_words, records))
     rank = min(failures, key=lambda rank: _guilt(failures[rank]))
-    code, note = failures[rank].exitcode, notes.get(rank)
-    if note and note.exit_code in OWN_EXIT_CODES:
-        where = f". {names[rank]} was in {place(rank)}. {safe}" if "epoch" in note.activity else ""
-        return error_of(note.message + where, note.exit_code)
-    waited = [r for r, note in notes.items() if any(part in note.message for part in TIMED_OUT)]
-    if waited and _only_waited(failures, rank):
-        waited_s = notes[waited[0]].waited_s or timeout_s
-        if silent := [r for r in range(len(names)) if r not in notes]:
-            suspects = " or ".join(f"{names[r]}, in {place(r)}," for r in silent)
+    code, last = failures[rank].exitcode, ranks[rank]
+    if last.exit_code in OWN_EXIT_CODES:
+        where = (
+            f". {names[rank]} was in {last.activity}. {safe}" if "epoch" in last.activity else ""
+        )
+        return error_of(last.message + where, last.exit_code)
+    waited = [r for r, last in enumerate(ranks) if any(part in last.message for part in TIMED_OUT)]
+    # even the guiltiest only waited, or was ended by the launcher's signal
+    is_last = failures[rank].timestamp > min(other.timestamp for other in failures.values())
+    if waited and (_guilt(failures[rank])[0] or (code == -signal.SIGKILL and is_last)):
+        first, waited_s = waited[0], ranks[waited[0]].waited_s or timeout_s
+        if silent := [r for r, last in enumerate(ranks) if not last.message]:
+            suspects = " or ".join(f"{names[r]}, in {ranks[r].activity}," for r in silent)
             return LostRank(
-                f"{suspects} stopped answering: {names[waited[0]]} waited {waited_s:g} s in"
-                f" {place(waited[0])}. {safe}"
+                f"{suspects} stopped answering: {names[first]} waited {waited_s:g} s in"
+                f" {ranks[first].activity}. {safe}"
             )
         if len(waited) > 1:
-            waiting = ", ".join(f"{names[r]} in {place(r)}" for r in waited)
+            waiting = ", ".join(f"{names[r]} in {ranks[r].activity}" for r in waited)
             return LostRank(
                 f"ranks do not reach each other: {waiting} waited {waited_s:g} s. None of them"
                 f" died: is a link between them down? {safe}"
             )
-    if note:
-        reason = note.message
-    elif code < 0:
-        reason = f"killed by {signal.Signals(-code).name}"
-        if code == -signal.SIGABRT:
-            reason += ", as torch and Gloo do to a rank whose peers are lost"
-    else:
-        reason = f"exit code {code}"
+    reason = last.message or (
+        f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    )
+    if code == -signal.SIGABRT and not last.message:
+        reason += ", as torch and Gloo do to a rank whose peers are lost"
     if code == -signal.SIGKILL and starved:
         reason += f", as the kernel does to processes when memory runs out. {starved}"
-    return LostRank(f"{names[rank]} was lost in {place(rank)}: {reason}. {safe}")
+    return LostRank(f"{names[rank]} was lost in {last.activity}: {reason}. {safe}")
+
+
+def _last_words(record: Activity) -> Failure:
+    """Return the failure that a rank has noted; without a message if it has not.
+
+    The note of a rank that raised an error is more precise than its activity file, which may show
+    what another lane began afterwards.
+    """
+    note, operation = record.note, record.operation or "start"
+    failure = Failure.of(note) if note else Failure(0, "", operation)
+    return failure if failure.activity else replace(failure, activity=operation)
 
 
 def _guilt(failure: Any) -> tuple[bool, bool, float]:
@@ -223,13 +225,6 @@ def _guilt(failure: Any) -> tuple[bool, bool, float]:
     # Gloo aborts a rank if its peer sends an unexpected message
     with_others = (FAILED_WITH_OTHERS, -signal.SIGTERM, -signal.SIGABRT)
     return failure.exitcode in with_others, failure.exitcode >= 0, failure.timestamp
-
-
-def _only_waited(failures: Mapping[int, Any], guiltiest: int) -> bool:
-    """Whether even the guiltiest rank only waited, or was ended by the launcher's signal."""
-    failure = failures[guiltiest]
-    ended_last = failure.timestamp > min(other.timestamp for other in failures.values())
-    return _guilt(failure)[0] or (failure.exitcode == -signal.SIGKILL and ended_last)
 
 
 def roll_call(
@@ -333,14 +328,14 @@ def account(predicted: Mapping[str, float]) -> str:
     return "\n".join([f"the plan predicts for its fullest rank {total}:", *lines])
 
 
-def found(device: torch.device) -> str:
+def found(rank: Rank | None) -> str:
     """Return the memory that this process uses now, in a line."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        used = torch.cuda.memory_allocated(device)
+    if rank and rank.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(rank.device)
+        used = torch.cuda.memory_allocated(rank.device)
         return (
             f"measured: {show_bytes(used)} in this rank's tensors, {show_bytes(free)} of"
-            f" {show_bytes(total)} free on {device}"
+            f" {show_bytes(total)} free on {rank.device}"
         )
     data = allocated()
     counted = f"{show_bytes(data)} in this rank's tensors and arrays, " if data is not None else ""
@@ -359,11 +354,10 @@ def _describe(error: Exception) -> str:
     return f"{type(error).__name__}, raised without a message in {place}"
 
 
-def _keep_traceback(error: Exception, out: Path, number: int) -> str:
+def _keep_traceback(error: Exception, path: Path) -> str:
     """Store the traceback of a bug, and return a phrase that says where."""
-    path = out / f"traceback.rank{number}.txt"
     try:
-        make_folder(out)
+        make_folder(path.parent)
         write_atomically(path, "".join(traceback.format_exception(error)), at_once=True)
     except GnnplanError as unwritable:
         return f"its traceback is lost: {unwritable}"

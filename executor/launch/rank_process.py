@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -246,25 +246,10 @@ class _Process:
             return self._failure(error)
 
     def _failure(self, error: Exception) -> Failure:
-        # spans note their operation on errors that pass them; their lane may be busy again by now
-        spans = getattr(error, "__notes__", [])
-        where = spans[0].removeprefix("in ") if spans else str(self.activity)
-        device = self.rank.device if self.rank else torch.device("cpu")
-        if not self.predicted:
-            with suppress(GnnplanError, MemoryError):
-                self.predicted = RunRequest(
-                    documents.read(self.plan), self.out, self.options
-                ).predicted
-        code, message = explain(error, self.out, self.number, device, self.predicted)
-        failure = Failure(code, message, where)
-        if not failure.is_consequence:
-            return failure
-        waited_s = self.rank.groups.patience if self.rank else self.options.timeout_s
-        return replace(failure, waited_s=waited_s)
+        path = self.out / f"traceback.rank{self.number}.txt"
+        return explain(error, str(self.activity), path, self.rank, self.predicted)
 
     def _train(self) -> None:
-        from gnnplan.executor.train import train  # only ranks need it, the launcher does not
-
         self.activity.begin("phase", "start")
         env, options = launcher_env(), self.options
         is_alone = env.get("WORLD_SIZE", "1") == "1"
@@ -276,6 +261,8 @@ class _Process:
                     must_meet()
                     agree(store_of_all(options.timeout_s), env, refusal(self.number, error))
             raise
+        from gnnplan.executor.train import train  # only ranks need it, the launcher does not
+
         asked, checkpoints, problem = ready.asked, ready.checkpoints, ready.asked.problem
         rank = self.rank = place_rank(options.timeout_s, problem)
         own = found(rank, ready)

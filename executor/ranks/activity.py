@@ -4,9 +4,9 @@ When a rank is found dead or silent, the launcher reads from this file what the 
 operations of its lanes, or between two operations the one that ended last, and the phase around
 them. The rest of the file holds a note about the rank's failure.
 
-The file is mapped into memory, so a write takes a microsecond. The launcher writes the whole file
-before the rank starts, so a rank that may open no more files, or whose disk is full, can still
-leave its note."""
+The file is mapped into the memory of both, so a write takes a microsecond. The launcher writes the
+whole file before the rank starts, so a rank that may open no more files, or whose disk is full, can
+still leave its note."""
 
 from __future__ import annotations
 
@@ -70,6 +70,16 @@ class Activity:
         """Leave a note for the launcher, in place of an earlier note."""
         self._map[_NOTE] = _filling(_NOTE, note)
 
+    @property
+    def operation(self) -> str:
+        """The last operation and phase in the file, in words; empty if there is none."""
+        return _words(self._map[_PLACE])
+
+    @property
+    def note(self) -> str:
+        """The note in the file; empty if there is none."""
+        return _words(self._map[_NOTE])
+
     def __str__(self) -> str:
         operations = " and ".join(self._lanes.values())
         if not operations and self._phase.startswith("epoch"):  # other phases have no operations
@@ -78,31 +88,21 @@ class Activity:
 
 
 def read(path: Path) -> str:
-    """Return a rank's last operation and phase, in words; empty if unknown."""
-    return _read(path, _PLACE)
+    """Return the operation in a file that another process may delete; empty if unknown."""
+    try:
+        return _words(path.read_bytes()[_PLACE])
+    except OSError:
+        return ""
 
 
-def read_note(path: Path) -> str:
-    """Return the note that a rank has left; empty if there is none."""
-    return _read(path, _NOTE)
-
-
-def leave(path: Path, note: str) -> None:
-    """Leave a note for a rank that cannot leave it itself. Raises OSError."""
-    with open(path, "r+b") as file:
-        file.seek(_NOTE.start)
-        file.write(_filling(_NOTE, note))
-
-
-def begin(folder: Path, processes: int) -> None:
-    """Make empty files for processes that are about to start. Raises SpecError.
+def begin(folder: Path, processes: int) -> list[Activity]:
+    """Make empty files for processes that are about to start, and map them. Raises SpecError.
 
     They replace the files of earlier processes, which may still be ending.
     """
     make_folder(folder)
     forget(folder)
-    for process in range(processes):
-        Activity(seen(folder, process))
+    return [Activity(seen(folder, process)) for process in range(processes)]
 
 
 def seen(folder: Path, process: int) -> Path:
@@ -116,11 +116,9 @@ def forget(folder: Path) -> None:
         os.unlink(path)
 
 
-def _read(path: Path, part: slice) -> str:
-    try:
-        return path.read_bytes()[part].split(b"\0")[0].decode(errors="replace")
-    except OSError:
-        return ""
+def _words(filled: bytes | bytearray) -> str:
+    """Decode what `_filling` has encoded."""
+    return filled.split(b"\0")[0].decode(errors="replace")
 
 
 def _filling(part: slice, words: str) -> bytes:

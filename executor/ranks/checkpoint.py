@@ -251,9 +251,12 @@ def resumable(
     for epoch in sorted(stored(folder)):
         if all(question_of(epoch, rank) == ours for rank in ranks):
             found[epoch] = dict(ours)
-        elif (theirs := question_of(epoch, 0)) and theirs != ours:
-            if all(question_of(epoch, rank) == theirs for rank in range(1, theirs["ranks"])):
-                found[epoch] = theirs
+        elif (
+            (theirs := question_of(epoch, 0))
+            and theirs != ours
+            and all(question_of(epoch, rank) == theirs for rank in range(1, theirs["ranks"]))
+        ):
+            found[epoch] = theirs
     for note in damaged.values():
         tell(note)
     return found

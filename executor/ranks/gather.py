@@ -14,31 +14,21 @@ def gather_all(own: Any, device: torch.device, group: dist.ProcessGroup | None =
 
     device: for the backend's messages. group: None for all ranks.
     """
-    return [json.loads(other) for other in _gather(json.dumps(own).encode(), device, group)]
+    return [json.loads(other) for other in gather_bytes(json.dumps(own).encode(), device, group)]
 
 
-def gather_bytes(own: bytes, device: torch.device) -> list[bytes]:
-    """Return every rank's bytes, by rank, on rank 0; an empty list on other ranks."""
-    return _gather(own, device, None, to_first=True)
-
-
-def _gather(
-    own: bytes, device: torch.device, group: dist.ProcessGroup | None, to_first: bool = False
+def gather_bytes(
+    own: bytes, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> list[bytes]:
-    world, place = dist.get_world_size(group), dist.get_rank(group)
-    sizes = torch.zeros(world, dtype=torch.int64, device=device)
-    sizes[place] = len(own)
+    """Return every rank's bytes, by place in the group."""
+    sizes = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=device)
+    sizes[dist.get_rank(group)] = len(own)
     dist.all_reduce(sizes, group=group)
-    longest = int(sizes.max())
-    padded = bytearray(own.ljust(longest, b"\0"))
+    padded = bytearray(own.ljust(int(sizes.max()), b"\0"))
     message = torch.frombuffer(padded, dtype=torch.uint8).to(device)
-    takes = place == 0 or not to_first
-    messages = [torch.empty_like(message) for _ in range(world)] if takes else []
-    if to_first:
-        dist.gather(message, messages if place == 0 else None)
-    else:
-        dist.all_gather(messages, message, group=group)
+    messages = [torch.empty_like(message) for _ in sizes]
+    dist.all_gather(messages, message, group=group)
     return [
         bytes(other.cpu().numpy())[:size]
-        for other, size in zip(messages, sizes.tolist(), strict=False)
+        for other, size in zip(messages, sizes.tolist(), strict=True)
     ]

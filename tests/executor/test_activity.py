@@ -26,9 +26,7 @@ from gnnplan.executor.ranks.activity import (
     Activity,
     begin,
     forget,
-    leave,
     read,
-    read_note,
     seen,
 )
 from gnnplan.executor.ranks.checkpoint import _unwritable
@@ -59,14 +57,14 @@ def test_the_file_says_what_every_lane_is_in(tmp_path):
     rank.recorder.activity.begin("phase", "epoch 4")
     assert read(path) == "the beginning of epoch 4"
     rank.recorder.activity.begin("phase", "x" * SIZE)  # never into the note's place
-    assert set(read(path)) == {"x"} and read_note(path) == ""
+    assert set(read(path)) == {"x"} and rank.recorder.activity.note == ""
     forget(tmp_path)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_note_needs_neither_a_disk_nor_a_file(tmp_path):
     """The launcher has made the file, so a rank on a full disk says why it failed."""
-    begin(tmp_path, 1)
+    (launcher,) = begin(tmp_path, 1)
     path = seen(tmp_path, 0)
     activity = Activity(path)
     activity.begin("phase", "epoch 3")
@@ -74,12 +72,13 @@ def test_a_note_needs_neither_a_disk_nor_a_file(tmp_path):
     activity.leave("größer\0" + "x" * SIZE)
     after = path.stat()
     assert (after.st_size, after.st_blocks) == (kept.st_size, kept.st_blocks) and kept.st_blocks > 0
-    assert read_note(path).startswith("größer x") and read(path) == "the beginning of epoch 3"
-    leave(path, "the launcher's")
-    assert read_note(path) == "the launcher's" and read(path) == "the beginning of epoch 3"
-    begin(tmp_path, 1)  # another attempt
+    assert launcher.note.startswith("größer x") and launcher.operation == read(path)
+    assert read(path) == "the beginning of epoch 3"
+    launcher.leave("the launcher's")
+    assert launcher.note == "the launcher's" and read(path) == "the beginning of epoch 3"
+    (again,) = begin(tmp_path, 1)  # another attempt
     activity.leave("late")  # of a rank that is still ending
-    assert read_note(path) == read(path) == ""
+    assert again.note == again.operation == read(path) == ""
 
 
 def test_an_error_of_a_lane_while_another_went_on(tmp_path):
@@ -181,7 +180,8 @@ def test_what_memory_that_ran_out_looks_like():
 
 
 def explained(error: Exception, folder: Path) -> tuple[int, str]:
-    return explain(error, folder, 0, torch.device("cpu"), {})
+    told = explain(error, "start", folder / "traceback")
+    return told.exit_code, told.message
 
 
 def test_a_full_disk_is_no_lost_rank(tmp_path):

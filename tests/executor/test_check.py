@@ -46,13 +46,12 @@ def prove(fork_server, tmp_path):
         (tmp_path / "program.py").write_text(PROVER.format(before=before))
         words = [str(tmp_path / "program.py"), str(tmp_path)]
         _store, env = meeting(checking.RANKS)
-        activity.begin(tmp_path, checking.RANKS)
+        records = activity.begin(tmp_path, checking.RANKS)
         ranks = map(str, range(checking.RANKS))
         programs = [(words, env | {"RANK": rank, "LOCAL_RANK": rank}) for rank in ranks]
         codes = [rank.code for rank in fork_server.run(programs, tmp_path, 100)]
         if any(codes):
-            notes = [activity.read_note(activity.seen(tmp_path, rank)) for rank in range(2)]
-            return {"codes": codes, "notes": [json.loads(note) for note in notes]}
+            return {"codes": codes, "notes": [json.loads(record.note) for record in records]}
         answer: dict[str, Any] = json.loads((tmp_path / "answer.json").read_text())
         return answer
 
