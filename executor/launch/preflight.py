@@ -12,7 +12,8 @@ import re
 import resource
 import shutil
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,7 +25,14 @@ from gnnplan import __version__
 from gnnplan.executor.launch import emulation
 from gnnplan.executor.launch.run_request import RunRequest
 from gnnplan.executor.ranks.checkpoint import KEPT
-from gnnplan.executor.ranks.machine import cores, device_name, free_memory, gpus, process_room
+from gnnplan.executor.ranks.machine import (
+    ProcessRoom,
+    cores,
+    device_name,
+    free_memory,
+    gpus,
+    process_room,
+)
 from gnnplan.executor.ranks.rendezvous import hosts_the_store, launcher_env
 from gnnplan.planner.decision.plan import BEFORE
 from gnnplan.planner.vocabulary.errors import GnnplanError, OtherData, SpecError
@@ -68,29 +76,8 @@ class Row:
 
 def look(asked: RunRequest) -> list[Row]:
     """Return all rows of the table."""
-    rows = [_gnnplan(asked), _torch(asked), *_training_rows(asked)]
-    return rows + [check(asked) for check in CHECKS] + [check(asked.env) for check in MEETING]
-
-
-def _training_rows(asked: RunRequest) -> list[Row]:
-    """Compare what is trained, and where; without the rows that depend on a row that stops."""
-    resume, board = asked.options.resume, asked.options.tensorboard
-    rows = [_graph(asked)]
-    if rows[-1].verdict == "ok":
-        planned = f"{asked.strategy}, {show_count(asked.epochs, 'epoch')}"
-        rows.append(_unless_refused("training", planned, lambda: str(asked.settled)))
-    # ranks of torchrun or srun may have disks of their own; they compare them once they have met
-    if not asked.launched and (rows[-1].verdict == "ok" or not resume):
-        planned = "a checkpoint to go on from" if resume else "new"
-        rows.append(_unless_refused("run folder", planned, lambda: _folder(asked)))
-    if board:
-        rows.append(_unless_refused("TensorBoard", board, lambda: _installed(board)))
-    return rows
-
-
-def _folder(asked: RunRequest) -> str:
-    last = asked.last
-    return f"of epoch {last}, in {asked.out}" if last else str(asked.out)
+    parts = _software(asked), _training(asked), _devices(asked), _resources(asked)
+    return [row for part in (*parts, _meeting(asked.env)) for row in part]
 
 
 def _installed(folder: str) -> str:
@@ -110,11 +97,10 @@ def must_start(asked: RunRequest) -> list[Row]:
 
 def must_meet() -> None:
     """Check that this process and other ranks can reach each other. Raises SpecError."""
-    env = launcher_env()
-    _refuse([check(env) for check in MEETING])
+    _refuse(_meeting(launcher_env()))
 
 
-def _refuse(rows: Sequence[Row]) -> None:
+def _refuse(rows: Iterable[Row]) -> None:
     """Raise SpecError with all rows that stop the run, if there are any."""
     stops = [str(row) for row in rows if row.verdict == "stops"]
     if len(stops) > 1:
@@ -139,51 +125,101 @@ def _unless_refused(what: str, planned: str, here: Callable[[], str]) -> Row:
         return Row(what, planned, found, "stops", remedy)
 
 
-# -- the plan's software, data and cluster ---------------------------------------------------------
+# -- the rows --------------------------------------------------------------------------------------
 
 
-def _gnnplan(asked: RunRequest) -> Row:
-    made_by = str(asked.document["gnnplan"])
-    planned, here = f"gnnplan {made_by[:MOST_SHOWN]}", f"gnnplan {__version__}"
-    if made_by == __version__:
-        return Row("version", planned, here)
-    if made_by == BEFORE:
+def _software(asked: RunRequest) -> Iterator[Row]:
+    made_by, here = str(asked.document["gnnplan"]), __version__
+    rows = f"gnnplan {made_by[:MOST_SHOWN]}", f"gnnplan {here}"
+    if made_by == BEFORE != here:
         says = "its old names are read; plan again for this version's predictions"
-        return Row("version", planned, here, "differs", says)
-    return Row("version", planned, here, "stops", "plan again")
-
-
-def _torch(asked: RunRequest) -> Row:
+        yield Row("version", *rows, "differs", says)
+    else:
+        yield _row("version", *rows, made_by == here, "plan again")
     planned, here = str(asked.document.get("torch", "unknown")), torch.__version__
     # 2.9+cpu and 2.9+cu128 are builds of the same code
     is_met = planned == "unknown" or planned.partition("+")[0] == here.partition("+")[0]
     says = f"{OTHER_TIMES}; measure again with gnnplan measure, and plan again"
-    return _row("torch", planned, here, is_met, says, "differs")
+    yield _row("torch", planned, here, is_met, says, "differs")
 
 
-def _graph(asked: RunRequest) -> Row:
-    about = asked.document["graph"]
+def _training(asked: RunRequest) -> Iterator[Row]:
+    """Compare what is trained, and where; without the rows that depend on a row that stops."""
+    resume, board, about = asked.options.resume, asked.options.tensorboard, asked.document["graph"]
+
+    def folder() -> str:
+        last = asked.last
+        return f"of epoch {last}, in {asked.out}" if last else str(asked.out)
+
     planned = f"{about['source']}, hash {about['hash'][:SHOWN]}"
     try:
-        return Row("graph", planned, f"hash {asked.problem.stats.hash[:SHOWN]}")
+        row = Row("graph", planned, f"hash {asked.problem.stats.hash[:SHOWN]}")
     except OtherData as error:
-        return Row("graph", planned, error.here, "stops", "it was made for other data: plan again")
+        says = "it was made for other data: plan again"
+        row = Row("graph", planned, error.here, "stops", says)
     except GnnplanError as error:
-        return Row("graph", planned, "not read", "stops", str(error))
+        row = Row("graph", planned, "not read", "stops", str(error))
+    yield row
+    if row.verdict == "ok":
+        planned = f"{asked.strategy}, {show_count(asked.epochs, 'epoch')}"
+        row = _unless_refused("training", planned, lambda: str(asked.settled))
+        yield row
+    # ranks of torchrun or srun may have disks of their own; they compare them once they have met
+    if not asked.launched and (row.verdict == "ok" or not resume):
+        yield _unless_refused(
+            "run folder", "a checkpoint to go on from" if resume else "new", folder
+        )
+    if board:
+        yield _unless_refused("TensorBoard", board, lambda: _installed(board))
 
 
-def _device(asked: RunRequest) -> Row:
-    device, found = asked.cluster.device, gpus()
-    kind = "cuda" if found else "cpu"
-    name = "" if device.name in ("unnamed", "CPU") else device.name
-    here_name = device_name(torch.device(kind))
+def _devices(asked: RunRequest) -> Iterator[Row]:
+    device, found, servers = asked.cluster.device, gpus(), len(set(asked.servers))
+    kind, name = "cuda" if found else "cpu", device.name
+    if name in ("unnamed", "CPU"):
+        name = ""
+    own_name = device_name(torch.device(kind))
+    planned = f"{name or 'CUDA'} GPUs" if device.kind == "cuda" else "CPU ranks"
+    if name and device.kind != "cuda":
+        planned += f" ({name})"
+    here = f"{own_name} GPUs" if found else f"CPU ranks ({own_name})"
+    is_met = kind == device.kind and _model_numbers(name) <= _model_numbers(own_name)
+    yield _row("device", planned, here, is_met, f"{OTHER_TIMES}; {PLAN_HERE}", "differs")
+
+    each = max(Counter(asked.servers).values())
     if device.kind == "cuda":
-        planned = f"{name or 'CUDA'} GPUs"
+        # a launcher may make only its own GPU visible to each rank
+        is_met = found >= each or (asked.launched and found == 1)
+        says = "ranks share GPUs" if found else "ranks are on the processor"
+        says += " and talk over Gloo"
+        yield _row("GPUs", f"{each} of a server", str(found), is_met, says, "differs")
     else:
-        planned = f"CPU ranks ({name})" if name else "CPU ranks"
-    here = f"{here_name} GPUs" if found else f"CPU ranks ({here_name})"
-    is_met = kind == device.kind and _model_numbers(name) <= _model_numbers(here_name)
-    return _row("device", planned, here, is_met, f"{OTHER_TIMES}; {PLAN_HERE}", "differs")
+        needed = asked.cluster.cores or each
+        if not (asked.launched or asked.cluster.one_machine):
+            needed *= servers
+        is_met = cores() >= min(needed, asked.ranks_here)
+        says = f"ranks take turns, which the plan does not know; plan with --set cores={cores()}"
+        yield _row("cores", str(needed), str(cores()), is_met, says, "differs")
+
+    def emulated() -> str:
+        emulation.check()
+        return str(servers)
+
+    if asked.emulate:
+        yield _unless_refused("servers", str(servers), emulated)
+    else:
+        says = "messages between servers do not cross the plan's links; start it with torchrun or"
+        says += " srun"
+        if not asked.launched:
+            says += " there, or emulate the servers here with --emulate RATE"
+        is_met = servers == asked.servers_here
+        yield _row("servers", str(servers), str(asked.servers_here), is_met, says, "differs")
+
+    ranks = len(asked.servers)
+    started = int(asked.env["WORLD_SIZE"]) if asked.launched else ranks
+    here, is_met = str(ranks) if started == ranks else f"{started} started", started == ranks
+    says = f"start {ranks}, or plan again with --ranks {started}"
+    yield _row("ranks", str(ranks), here, is_met, says)
 
 
 def _model_numbers(name: str) -> set[str]:
@@ -196,190 +232,104 @@ def _model_numbers(name: str) -> set[str]:
     return {word for word in words if re.search(r"\d", word) and not re.fullmatch(r"\d+gb", word)}
 
 
-def _devices_per_server(asked: RunRequest) -> Row:
-    """Compare the GPUs, or cores, per server."""
-    each = max(asked.servers.count(server) for server in set(asked.servers))
-    if asked.cluster.device.kind == "cuda":
-        found = gpus()
-        # a launcher may make only its own GPU visible to each rank
-        is_met = found >= each or (asked.launched and found == 1)
-        says = "ranks share GPUs" if found else "ranks are on the processor"
-        says += " and talk over Gloo"
-        return _row("GPUs", f"{each} of a server", str(found), is_met, says, "differs")
-    needed = asked.cluster.cores or each
-    if not (asked.launched or asked.cluster.one_machine):
-        needed *= len(set(asked.servers))
-    is_met = cores() >= min(needed, asked.ranks_here)
-    says = f"ranks take turns, which the plan does not know; plan with --set cores={cores()}"
-    return _row("cores", str(needed), str(cores()), is_met, says, "differs")
+def _resources(asked: RunRequest) -> Iterator[Row]:
+    ranks, is_cpu = asked.ranks_here, asked.cluster.device.kind == "cpu"
+    predicted, options = asked.predicted, asked.options
+    prefetch = getattr(asked.strategy, "prefetch", 0)
 
-
-def _servers(asked: RunRequest) -> Row:
-    planned, here = len(set(asked.servers)), asked.servers_here
-
-    def played() -> str:
-        emulation.check()
-        return str(planned)
-
-    if asked.emulate:
-        return _unless_refused("servers", str(planned), played)
-    says = "messages between servers do not cross the plan's links; start it with torchrun or srun"
-    if not asked.launched:
-        says += " there, or emulate the servers here with --emulate RATE"
-    return _row("servers", str(planned), str(here), planned == here, says, "differs")
-
-
-def _ranks(asked: RunRequest) -> Row:
-    planned = len(asked.servers)
-    here = int(asked.env["WORLD_SIZE"]) if asked.launched else planned
-    if here == planned:
-        return Row("ranks", str(planned), str(here))
-    says = f"start {planned}, or plan again with --ranks {here}"
-    return Row("ranks", str(planned), f"{here} started", "stops", says)
-
-
-# -- resources of this machine ---------------------------------------------------------------------
-
-
-def _memory(asked: RunRequest) -> Row:
-    ranks, free = asked.ranks_here, free_memory()
-    each = LEAST_MEMORY
-    if asked.cluster.device.kind == "cpu" and not gpus():
-        each = max(each, sum(asked.predicted.values()) / SLACK)
+    free, each = free_memory(), LEAST_MEMORY
+    if is_cpu and not gpus():
+        each = max(each, sum(predicted.values()) / SLACK)
     planned = f"{show_count(ranks, 'rank')} with {show_bytes(each)} each at least"
-    here = f"{show_bytes(free)} free"
     servers = asked.servers_here if asked.emulate else 1  # emulated by this machine
     graph = asked.host_bytes * servers / SLACK
     if graph:
         planned += f", and {show_bytes(graph)} of graph data"
-    if graph > free:
-        room = show_bytes(free / servers)
-        says = (
-            "stop the processes that fill it, or plan again with --set"
-            f" host_memory={room.replace(' ', '')}"
-        )
-    else:
-        says = (
-            f"enough for {int((free - graph) / each):,}: stop the processes that fill it, plan"
-            " again with --ranks or for a smaller workload, or start it with torchrun on several"
-            " servers"
-        )
-    return _row("memory", planned, here, ranks * each + graph <= free, says)
-
-
-def _disk(asked: RunRequest) -> Row:
-    every, workload = asked.options.checkpoint_every, asked.workload
-    place = nearest(asked.out)
-    free = shutil.disk_usage(place).free
-    here = f"{show_bytes(free)} free at {place}"
-    if not 0 < every <= asked.epochs:
-        return Row("disk", "no checkpoints", here)
-    # weights and optimizer state: as many numbers as `state_per_weight`, which counts gradients and
-    # optimizer state; a plan does not know the size of a strategy's carried state
-    one = asked.predicted.get("parameters", 0.0) * workload.state_per_weight
-    # a checkpoint is written while KEPT others exist; a resumed run has written those already
-    needed = asked.ranks_here * one * (1 if asked.options.resume else KEPT + 1)
-    planned = f"{show_bytes(needed)} of checkpoints at least"
-    says = "free the disk, give another --out, or train with --checkpoint-every 0"
-    return _row("disk", planned, here, needed <= free, says)
-
-
-def _shared_memory(asked: RunRequest) -> Row:
-    if not SHARED_MEMORY.is_dir():
-        return Row("shared memory", "as much as there is", "no /dev/shm")
-    free = shutil.disk_usage(SHARED_MEMORY).free
-    here = f"{show_bytes(free)} free at {SHARED_MEMORY}"
-    prefetch = getattr(asked.strategy, "prefetch", 0)
-    spread = getattr(asked.strategy, "structure", "") == "spread"
-    if not prefetch or spread:  # the prediction then adds up blocks of batches and adjacency lists
-        return Row("shared memory", "none that is known", here)
-    # copies that the prediction counts
-    copies = 2 + (prefetch if asked.cluster.device.kind == "cpu" else 0)
-    degrees = 16 * asked.document["graph"]["vertices"] if asked.cluster.device.kind == "cpu" else 0
-    blocks = max(asked.predicted.get("graph", 0.0) - degrees, 0.0) * prefetch / copies
-    needed = asked.ranks_here * blocks
-    planned = f"{show_bytes(needed)} of batches that wait at least"
-    says = "give the container more (docker --shm-size, a larger /dev/shm), or plan with prefetch=0"
-    return _row("shared memory", planned, here, needed <= SLACK * free, says)
-
-
-def _files(asked: RunRequest) -> Row:
-    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    prefetch, ranks = getattr(asked.strategy, "prefetch", 0), len(asked.servers)
-    sent = asked.workload.layers * (1 + prefetch)
-    needed = (
-        FILES + FILES_OF_A_PEER * ranks + FILES_OF_A_LAYER * sent + FILES_OF_A_SAMPLER * prefetch
+    says = (
+        f"enough for {int((free - graph) / each):,}: stop the processes that fill it, plan"
+        " again with --ranks or for a smaller workload, or start it with torchrun on several"
+        " servers"
     )
+    if graph > free:
+        left = show_bytes(free / servers).replace(" ", "")
+        says = f"stop the processes that fill it, or plan again with --set host_memory={left}"
+    is_met = ranks * each + graph <= free
+    yield _row("memory", planned, f"{show_bytes(free)} free", is_met, says)
+
+    place, planned, needed = nearest(asked.out), "no checkpoints", 0.0
+    free = shutil.disk_usage(place).free
+    if 0 < options.checkpoint_every <= asked.epochs:
+        # weights and optimizer state: as many numbers as `state_per_weight`, which counts gradients
+        # and optimizer state; a plan does not know the size of a strategy's carried state
+        one = predicted.get("parameters", 0.0) * asked.workload.state_per_weight
+        # a checkpoint is written while KEPT others exist; a resumed run has written those already
+        needed = ranks * one * (1 if options.resume else KEPT + 1)
+        planned = f"{show_bytes(needed)} of checkpoints at least"
+    says = "free the disk, give another --out, or train with --checkpoint-every 0"
+    yield _row("disk", planned, f"{show_bytes(free)} free at {place}", needed <= free, says)
+
+    if SHARED_MEMORY.is_dir():
+        free, planned, needed = shutil.disk_usage(SHARED_MEMORY).free, "none that is known", 0.0
+        # of 'spread' the prediction adds up blocks of batches and adjacency lists
+        if prefetch and getattr(asked.strategy, "structure", "") != "spread":
+            # copies that the prediction counts
+            copies = 2 + prefetch * is_cpu
+            degrees = 16 * asked.document["graph"]["vertices"] * is_cpu
+            needed = max(predicted.get("graph", 0.0) - degrees, 0.0) * prefetch / copies * ranks
+            planned = f"{show_bytes(needed)} of batches that wait at least"
+        here = f"{show_bytes(free)} free at {SHARED_MEMORY}"
+        says = "give the container more (docker --shm-size, a larger /dev/shm), or plan with"
+        yield _row("shared memory", planned, here, needed <= SLACK * free, f"{says} prefetch=0")
+    else:
+        yield Row("shared memory", "as much as there is", "no /dev/shm")
+
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    sent = asked.workload.layers * (1 + prefetch)
+    files = FILES + FILES_OF_A_PEER * len(asked.servers)
+    files += FILES_OF_A_LAYER * sent + FILES_OF_A_SAMPLER * prefetch
     is_bounded = most != resource.RLIM_INFINITY
-    here = f"{most:,}" if is_bounded else "any number"
-    says = f"allow more (ulimit -n {max(needed, 4096)})"
-    is_met = not is_bounded or most >= needed
-    return _row("open files", f"up to {needed:,} in a rank", here, is_met, says)
+    here, says = f"{most:,}" if is_bounded else "any number", f"(ulimit -n {max(files, 4096)})"
+    is_met = not is_bounded or most >= files
+    yield _row("open files", f"up to {files:,} in a rank", here, is_met, f"allow more {says}")
+
+    threads = ranks * (THREADS + SAMPLER_THREADS * prefetch)
+    room = process_room() or ProcessRoom(threads, "", "")
+    here = f"{max(room.left, 0):,} more ({room.limit})" if room.limit else "any number"
+    planned = f"at least {threads:,} with their threads"
+    yield _row("processes", planned, here, room.left >= threads, room.remedy)
 
 
-def _processes(asked: RunRequest) -> Row:
-    samplers = getattr(asked.strategy, "prefetch", 0)
-    needed = asked.ranks_here * (THREADS + SAMPLER_THREADS * samplers)
-    planned, room = f"at least {needed:,} with their threads", process_room()
-    if room is None:
-        return Row("processes", planned, "any number")
-    here = f"{max(room.left, 0):,} more ({room.limit})"
-    return _row("processes", planned, here, room.left >= needed, room.remedy)
-
-
-# -- connections between ranks ---------------------------------------------------------------------
-
-
-def _interface(env: Mapping[str, str]) -> Row:
+def _meeting(env: Mapping[str, str]) -> Iterator[Row]:
+    """Compare what ranks need to reach each other; else a rank cannot even report to the others."""
     wanted = [name for name in env.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     present = [name for _, name in socket.if_nameindex()]
-    planned, here = ", ".join(wanted), ", ".join(present)
-    if not wanted:
-        return Row("interface", "any", here)
-    planned, is_met = f"{planned} (GLOO_SOCKET_IFNAME)", set(wanted) <= set(present)
+    planned = f"{', '.join(wanted)} (GLOO_SOCKET_IFNAME)" if wanted else "any"
     says = "set GLOO_SOCKET_IFNAME to one of these, or unset it"
-    return _row("interface", planned, here, is_met, says)
+    yield _row("interface", planned, ", ".join(present), set(wanted) <= set(present), says)
 
-
-def _address(env: Mapping[str, str]) -> Row:
-    if "MASTER_ADDR" not in env:
-        return Row("address", "loopback", "loopback")
-    planned = f"{env['MASTER_ADDR'][:80]!r} (MASTER_ADDR)"
-    try:
-        socket.getaddrinfo(env["MASTER_ADDR"], None)
-    except (OSError, UnicodeError) as error:
-        here = f"no host that is known ({getattr(error, 'strerror', None) or error})"
-        return Row("address", planned, here, "stops", "use the address of rank 0's server")
-    return Row("address", planned, "known")
-
-
-def _port(env: Mapping[str, str]) -> Row:
-    if not (hosts_the_store(env) and "MASTER_PORT" in env):
-        return Row("port", "any", "any")
-    port = env["MASTER_PORT"]
-    planned = f"{port!r:.80} (MASTER_PORT)"
-    if not (port.isascii() and port.isdecimal() and len(port) < 9 and int(port) < 1 << 16):
-        return Row("port", planned, "no such port", "stops", "use a number below 65536, as 29500")
-    with socket.socket() as probe:
-        # as the store does: allows the port of a server that has just ended
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    planned = here = "loopback"
+    if "MASTER_ADDR" in env:
+        planned, here = f"{env['MASTER_ADDR'][:80]!r} (MASTER_ADDR)", "known"
         try:
-            probe.bind(("", int(port)))
-        except OSError as error:
-            return Row("port", planned, f"taken ({error.strerror})", "stops", "choose another")
-    return Row("port", planned, "free")
+            socket.getaddrinfo(env["MASTER_ADDR"], None)
+        except (OSError, UnicodeError) as error:
+            here = f"no host that is known ({getattr(error, 'strerror', None) or error})"
+    is_met = here in ("loopback", "known")
+    yield _row("address", planned, here, is_met, "use the address of rank 0's server")
 
-
-CHECKS: tuple[Callable[[RunRequest], Row], ...] = (
-    _device,
-    _devices_per_server,
-    _servers,
-    _ranks,
-    _memory,
-    _disk,
-    _shared_memory,
-    _files,
-    _processes,
-)
-# if these fail, a rank cannot even report to the others
-MEETING: tuple[Callable[[Mapping[str, str]], Row], ...] = (_interface, _address, _port)
+    planned = here = "any"
+    says = "choose another"
+    if hosts_the_store(env) and "MASTER_PORT" in env:
+        port = env["MASTER_PORT"]
+        planned, here = f"{port!r:.80} (MASTER_PORT)", "free"
+        if not (port.isascii() and port.isdecimal() and len(port) < 9 and int(port) < 1 << 16):
+            here, says = "no such port", "use a number below 65536, as 29500"
+        else:
+            with socket.socket() as probe:
+                # as the store does: allows the port of a server that has just ended
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind(("", int(port)))
+                except OSError as error:
+                    here = f"taken ({error.strerror})"
+    yield _row("port", planned, here, here in ("any", "free"), says)

@@ -12,7 +12,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -357,17 +357,16 @@ def _reports(
     epochs: int, first: int, options: Options, rank: int
 ) -> Iterator[Callable[[Json], None]]:
     """Yield a function that reports epochs on standard error, and to TensorBoard if asked to."""
-    line = (lambda row: None) if options.quiet else _progress_line(epochs, first)
-    if options.tensorboard is None or rank != 0:
-        yield line
-        return
-    with tensorboard(options.tensorboard, first) as add:
+    reports = [] if options.quiet else [_progress_line(epochs, first)]
+    with ExitStack() as stack:
+        if options.tensorboard and rank == 0:
+            reports.append(stack.enter_context(tensorboard(options.tensorboard, first)))
 
-        def report(row: Json) -> None:
-            line(row)
-            add(row)
+        def report_all(row: Json) -> None:
+            for report in reports:
+                report(row)
 
-        yield report
+        yield report_all
 
 
 def _progress_line(epochs: int, first: int) -> Callable[[Json], None]:

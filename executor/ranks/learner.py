@@ -124,13 +124,10 @@ class Gradients:
 
     def reduce(self, rank: Rank, step: int) -> None:
         """All-reduce the gradients over the group."""
-        comm.all_reduce(rank, self._label(step), self.flat, self.group)
+        comm.all_reduce(rank, self.label(step), self.flat, self.group)
 
-    def begin(self, rank: Rank, step: int) -> Future[None]:
-        """Start the all-reduce, which overlaps the rank's next operations."""
-        return comm.begin_all_reduce(rank, self._label(step), self.flat, self.group)
-
-    def _label(self, step: int) -> Label:
+    def label(self, step: int) -> Label:
+        """Return the label of the all-reduce of a step."""
         return Label("all_reduce", step, layer=self.layer)
 
 
@@ -155,7 +152,8 @@ class Learner:
         """
         for part in self.gradients:
             if part.after == layer:
-                self.pending.append(part.begin(self.rank, step))
+                reduced = comm.begin_all_reduce(self.rank, part.label(step), part.flat, part.group)
+                self.pending.append(reduced)
 
     def update(self, step: int) -> None:
         """All-reduce the gradients of a step and update the weights."""

@@ -105,7 +105,7 @@ class Recorder:
         self._clock: DeviceClock | None = None
         # spans whose end the device has not reached yet, with marks of begin and end
         self._marked: list[tuple[Span, Mark, Mark]] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # of the marks: lanes add theirs
 
     @contextmanager
     def span(self, label: Label, lane: str, nbytes: int = 0) -> Iterator[None]:
@@ -129,7 +129,7 @@ class Recorder:
             with self._lock:
                 self._marked.append((span, begin, self._mark()))
                 if self.device.type != "cuda":
-                    self._read()
+                    self.read()
         self.activity.end(lane)  # after an error the activity stays what it was
 
     def _mark(self) -> Mark:
@@ -143,7 +143,12 @@ class Recorder:
     def read(self) -> None:
         """Add the spans that the device has ended."""
         with self._lock:
-            self._read()
+            marked, self._marked = self._marked, []
+            for span, begin, end in marked:
+                if end.is_reached:
+                    self.spans.append(span._replace(start=begin.seconds, end=end.seconds))
+                else:
+                    self._marked.append((span, begin, end))
             if self._clock is not None:
                 self._clock.renew()
 
@@ -156,16 +161,6 @@ class Recorder:
         for span in reversed(running):  # a lane's first span is set last, and stays
             self.activity.begin(span.lane, span.label)
         return {span.lane for span in running}
-
-    def _read(self) -> None:
-        """Add the marked spans that have ended."""
-        pending = []
-        for span, begin, end in self._marked:
-            if end.is_reached:
-                self.spans.append(span._replace(start=begin.seconds, end=end.seconds))
-            else:
-                pending.append((span, begin, end))
-        self._marked[:] = pending
 
     def count(self, label: Label, nbytes: int) -> int:
         """Count bytes that this rank sends, and return them.
