@@ -147,7 +147,7 @@ class _Training:
         self.worker.load(under(WORKER, tensors))
         fill(self.part.tensors(), tensors)
         if self.best:
-            self.best.load(notes["best"])
+            self.best.notes = notes["best"]
         rank.recorder.sent.update(notes["bytes"])
         rank.recorder.counted = {Label(*label) for label in notes["counted"]}
         self.rows.update(notes["rows"])
@@ -168,7 +168,7 @@ class _Training:
         notes, whole = checkpoints.load_whole(before["ranks"])
         self.part.take(whole)
         if self.best:
-            self.best.load(notes["best"])
+            self.best.notes = notes["best"]
         recording, rank.recorder.recording = rank.recorder.recording, False
         measuring, rank.staleness_errors = rank.staleness_errors, False
         worker.refill(self.first * self.steps - 1)
@@ -369,7 +369,7 @@ class _Training:
             "rows": dict(self.rows),
             **self.errors,
             "before": list(self.earlier.get("before", [])),
-            "best": self.best.notes() if self.best else None,
+            "best": dict(self.best.notes) if self.best else None,
         }
 
     def _write_trace(self, out: Path) -> None:

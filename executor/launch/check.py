@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 from safetensors.torch import load_file
 from torch import Tensor
@@ -72,29 +72,23 @@ class Verdict:
     reason: str
 
 
-class Task(NamedTuple):
-    """A strategy with the problem on which it takes the step."""
+def posed(
+    text: str, graph: Graph, workload: Workload, ranks: int = 1, servers: int = 1
+) -> tuple[Problem, Strategy]:
+    """Return a strategy with the problem on which it takes the step.
 
-    text: str
-    problem: Problem
-    strategy: Strategy
-
-    @classmethod
-    def of(
-        cls, text: str, graph: Graph, workload: Workload, ranks: int = 1, servers: int = 1
-    ) -> Task:
-        """Build a task. Raises SpecError if the workload does not suit the strategy."""
-        cluster = Cluster(
-            servers=servers,
-            gpus_per_server=ranks // servers,
-            device=Device(kind="cpu", memory=64e9, gemm=1e11, memory_bandwidth=1e10),
-            intra_node=Link(bandwidth=1e9),
-            inter_node=Link(bandwidth=1e9),
-        )
-        problem = Problem(graph.stats, graph, workload, cluster, "metis")
-        strategy = parse(text).settle(problem)
-        strategy.check(problem)
-        return cls(text, problem, strategy)
+    Raises SpecError if the workload does not suit the strategy."""
+    cluster = Cluster(
+        servers=servers,
+        gpus_per_server=ranks // servers,
+        device=Device(kind="cpu", memory=64e9, gemm=1e11, memory_bandwidth=1e10),
+        intra_node=Link(bandwidth=1e9),
+        inter_node=Link(bandwidth=1e9),
+    )
+    problem = Problem(graph.stats, graph, workload, cluster, "metis")
+    strategy = parse(text).settle(problem)
+    strategy.check(problem)
+    return problem, strategy
 
 
 def tried() -> list[tuple[str, Example]]:
@@ -178,26 +172,25 @@ def work(out: Path, activity: Activity) -> None:
         activity.begin("strategy", text)
         here = out / str(number)
         rank = base.anew()  # a rank records one training only
-        if example.ranks == 1 and base.rank:  # rank 0 trains alone, this rank moves on
-            continue
         if example.ranks == 1:
             rank = Rank(0, 1, base.device, base.backend)
+            if base.rank:  # rank 0 trains alone, this rank moves on
+                continue
         try:
             mode_workload = checked(Workload, workload.model_dump() | changes, "", ["mode"])
-            task = Task.of(text, graph, mode_workload, example.ranks, example.servers)
+            task = posed(text, graph, mode_workload, example.ranks, example.servers)
             here.mkdir(exist_ok=True)
-            train(rank, task.problem, task.strategy, here, 1, 0)
+            train(rank, *task, here, 1, 0)
         except SpecError as error:  # the same on all ranks: the strategy cannot run the model
             verdicts.append(Verdict(text, "cannot", None, str(error).removeprefix("mode: ")))
             continue
         if mode not in exact:  # on both ranks, so that they open their samplers in the same order
-            alone, folder = Task.of(ALONE[mode], graph, mode_workload), out / f"{mode}{base.rank}"
+            alone, folder = posed(ALONE[mode], graph, mode_workload), out / f"{mode}{base.rank}"
             folder.mkdir()
-            one = Rank(0, 1, base.device, base.backend)
-            train(one, alone.problem, alone.strategy, folder, 1, 0)
+            train(Rank(0, 1, base.device, base.backend), *alone, folder, 1, 0)
             exact[mode] = load_file(folder / "weights.safetensors")
         if base.rank == 0:
-            verdicts.append(_verdict(task, here, start, exact[mode]))
+            verdicts.append(_verdict(text, *task, here, start, exact[mode]))
     base.close()
     if base.rank:
         return
@@ -228,9 +221,14 @@ def _proved(workload: Workload) -> str:
 
 
 def _verdict(
-    task: Task, out: Path, start: Mapping[str, Tensor], exact: Mapping[str, Tensor]
+    text: str,
+    problem: Problem,
+    strategy: Strategy,
+    out: Path,
+    start: Mapping[str, Tensor],
+    exact: Mapping[str, Tensor],
 ) -> Verdict:
-    text, workload = task.text, task.problem.workload
+    workload = problem.workload
     # each rank that computes a row of a batch counts it in batch norm, as torch.nn.SyncBatchNorm
     is_synced = workload.mode == "mini" and workload.norm == "batch" and text != "gsplit"
     found = load_file(out / "weights.safetensors")
@@ -244,7 +242,7 @@ def _verdict(
     gap = gaps[name]
     if not math.isfinite(gap):
         return Verdict(text, "differs", None, f"{name} is not finite after the step")
-    if not task.strategy.exact or is_synced:
+    if not strategy.exact or is_synced:
         # leave out tensors whose gradient is rounding: a relative difference says nothing of them
         gap = max((gaps[name] for name, size in gradients.items() if size >= least), default=gap)
         return Verdict(

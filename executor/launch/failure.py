@@ -239,10 +239,7 @@ def roll_call(
     with suppress(ValueError):  # only the main thread may set a handler
         # torchrun ends the other ranks as soon as one ends, and must not before this has reported
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    answers: dict[int, Failure] | None = None
-    with suppress(RuntimeError, ValueError):  # torch reports lost connections as RuntimeErrors
-        answers = _answers(PrefixStore("roll call", store), rank, len(names), failure)
-    others = f". {_suspects(answers, names)}" if failure.is_consequence else ""
+    others = _suspects(PrefixStore("roll call", store), rank, names, failure)
     if failure.exit_code not in (LostRank.exit_code, FAILED_WITH_OTHERS):
         return others  # the message says what to change
     count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -256,37 +253,35 @@ def roll_call(
     return f"{others}. {safe}; {nothing}"
 
 
-def _answers(store: Store, rank: int, world: int, failure: Failure) -> dict[int, Failure]:
-    """Return the failures that ranks report within `PATIENCE`, by rank."""
-    keys = [str(each) for each in range(world)]
-    store.set_timeout(timedelta(seconds=PATIENCE))
-    store.set(keys[rank], failure.note)
-    if failure.is_consequence:
+def _suspects(store: Store, rank: int, names: Sequence[str], failure: Failure) -> str:
+    """Report a failure, and return a sentence on the ranks that failed by themselves within
+    `PATIENCE`, else on the silent ranks; empty if this rank failed by itself."""
+    keys = list(map(str, range(len(names))))
+    try:
+        store.set_timeout(timedelta(seconds=PATIENCE))
+        store.set(keys[rank], failure.note)
+        if not failure.is_consequence:
+            return ""
         with suppress(RuntimeError):  # time-out: some ranks report nothing
             store.wait(keys)
-    return {int(key): Failure.of(store.get(key)) for key in keys if store.check([key])}
-
-
-def _suspects(answers: Mapping[int, Failure] | None, names: Sequence[str]) -> str:
-    """Return a sentence on the ranks that failed by themselves, else on the silent ranks.
-
-    answers: None if the store cannot be reached.
-    """
-    if answers is None:
-        return (
-            "The store in which the ranks met does not answer: the process that holds it is gone"
+        answers = {
+            i: Failure.of(store.get(key)) for i, key in enumerate(keys) if store.check([key])
+        }
+    except (RuntimeError, ValueError):  # torch reports lost connections as RuntimeErrors
+        return failure.is_consequence * (
+            ". The store in which the ranks met does not answer: the process that holds it is gone"
             f" (torchrun's on the first server; under srun that of the first rank, {names[0]})"
         )
-    for rank, failure in answers.items():
-        if not failure.is_consequence:
-            return f"{names[rank]} failed in {failure.activity}: {failure.message}"
-    absent = [name for rank, name in enumerate(names) if rank not in answers]
+    for other, theirs in answers.items():
+        if not theirs.is_consequence:
+            return f". {names[other]} failed in {theirs.activity}: {theirs.message}"
+    absent = [name for other, name in enumerate(names) if other not in answers]
     if not absent:
-        return "All ranks are alive and wait for each other: is a link between them down?"
+        return ". All ranks are alive and wait for each other: is a link between them down?"
     if len(absent) == 1:
-        return f"{absent[0]} was lost or stopped answering"
+        return f". {absent[0]} was lost or stopped answering"
     listed = ", ".join(absent)
-    return f"These do not answer, because they were lost or wait for one that was: {listed}"
+    return f". These do not answer, because they were lost or wait for one that was: {listed}"
 
 
 def kept(out: Path, ranks: Iterable[int], command: str = "gnnplan run") -> str:

@@ -135,14 +135,12 @@ def compare(messages: Sequence[Found]) -> Agreement:
     Raises Mismatch if they would train different things, Infeasible if the predicted memory does
     not fit their GPUs, and the error of a rank that refuses.
     """
-    refusals: dict[tuple[str, str], str] = {}  # ranks of one server report the same reason once
-    for rank in messages:
-        if why := rank.get("refused"):
-            who = f"rank {rank['rank']} ({rank['host']})"
-            refusals.setdefault((rank["host"], why), f"{who} cannot train: {why}")
-    if refusals:
-        code = next(rank["exit_code"] for rank in messages if "refused" in rank)
-        raise error_of("\n".join(refusals.values()), code)
+    if refusing := [rank for rank in messages if "refused" in rank]:
+        said: dict[tuple[str, str], str] = {}  # ranks of one server report the same reason once
+        for rank in refusing:
+            why, host = rank["refused"], rank["host"]
+            said.setdefault((host, why), f"rank {rank['rank']} ({host}) cannot train: {why}")
+        raise error_of("\n".join(said.values()), refusing[0]["exit_code"])
     messages = sorted(messages, key=lambda rank: rank["rank"])
     first = messages[0]
     for name in MUST_AGREE:
@@ -170,20 +168,12 @@ def compare(messages: Sequence[Found]) -> Agreement:
     # of one plan: ranks with disks of their own may have an epoch of different ones
     common = set.intersection(*(set(map(tuple, rank["checkpoints"])) for rank in messages))
     last, _ = max(common, default=(0, ""))
-    return Agreement([rank["host"] for rank in messages], last, _by_host(messages))
-
-
-def _by_host(messages: Sequence[Found]) -> list[str]:
-    """Return each difference once, with the servers' names unless all servers have it."""
-    hosts = {rank["host"] for rank in messages}
-    where: dict[str, dict[str, None]] = {}
-    for rank in messages:
-        for line in rank["differs"]:
-            where.setdefault(line, {})[rank["host"]] = None
-    return [
-        line if len(there) == len(hosts) else f"{line} ({', '.join(there)})"
-        for line, there in where.items()
-    ]
+    # each difference once, with the servers' names unless all servers have it
+    hosts, differs = [rank["host"] for rank in messages], []
+    for line in dict.fromkeys(line for rank in messages for line in rank["differs"]):
+        there = dict.fromkeys(rank["host"] for rank in messages if line in rank["differs"])
+        differs.append(line if there.keys() == set(hosts) else f"{line} ({', '.join(there)})")
+    return Agreement(hosts, last, differs)
 
 
 # -- the process -----------------------------------------------------------------------------------
@@ -243,11 +233,8 @@ class _Process:
             self._train()
             return None
         except Exception as error:
-            return self._failure(error)
-
-    def _failure(self, error: Exception) -> Failure:
-        path = self.out / f"traceback.rank{self.number}.txt"
-        return explain(error, str(self.activity), path, self.rank, self.predicted)
+            path = self.out / f"traceback.rank{self.number}.txt"
+            return explain(error, str(self.activity), path, self.rank, self.predicted)
 
     def _train(self) -> None:
         self.activity.begin("phase", "start")

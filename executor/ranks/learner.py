@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -229,11 +228,12 @@ class ModelPart:
 
     def take(self, whole: Mapping[str, Tensor]) -> None:
         """Load the rank's part of the whole model. Raises SpecError if its weights differ."""
-        fill(self.tensors(), {name: self._part_of(name, tensor) for name, tensor in whole.items()})
-
-    def _part_of(self, name: str, tensor: Tensor) -> Tensor:
-        cut = self.columns.get(name.partition(".")[2])
-        return tensor if cut is None or tensor.dim() < 2 else tensor[:, cut.start : cut.stop]
+        own = dict(whole)
+        for name, tensor in whole.items():
+            cut = self.columns.get(name.partition(".")[2])
+            if cut is not None and tensor.dim() > 1:  # a step count has no columns
+                own[name] = tensor[:, cut.start : cut.stop]
+        fill(self.tensors(), own)
 
 
 def side_by_side(parts: Mapping[int, Tensor]) -> Tensor:
@@ -290,25 +290,23 @@ class Best:
     def __init__(self, weights: Mapping[str, Tensor], patience: int, falls: bool) -> None:
         self.weights = {name: weight.detach().clone() for name, weight in weights.items()}
         self.patience, self.sign = patience, -1.0 if falls else 1.0
-        self.epoch, self.last = 0, 0  # of the best weights, and of the last score; 0: none
-        self.score: float | None = None
+        # epochs of the best weights and of the last score (0: none), and the best score; a
+        # checkpoint and a run's summary keep them
+        self.notes: Json = {"epoch": 0, "last": 0, "score": None}
 
     def see(self, epoch: int, score: float | None, weights: Mapping[str, Tensor]) -> None:
         """Record the score of an epoch, and copy its weights if they are the best."""
-        self.last = epoch
-        if score is not None and (self.score is None or self.sign * score > self.sign * self.score):
-            self.epoch, self.score = epoch, score
+        self.notes["last"], best = epoch, self.notes["score"]
+        if score is not None and (best is None or self.sign * score > self.sign * best):
+            self.notes |= {"epoch": epoch, "score": score}
             fill(self.weights, weights)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the best weights, 0 without."""
+        return int(self.notes["epoch"])
 
     @property
     def ends(self) -> bool:
         """Whether `patience` epochs have passed without a better score."""
-        return self.last - self.epoch >= self.patience
-
-    def notes(self) -> Json:
-        """Return the numbers that a checkpoint and a run's summary keep beside the weights."""
-        return {"epoch": self.epoch, "last": self.last, "score": self.score}
-
-    def load(self, notes: Mapping[str, Any]) -> None:
-        """Resume from the `notes` of another process."""
-        self.epoch, self.last, self.score = notes["epoch"], notes["last"], notes["score"]
+        return bool(self.notes["last"] - self.epoch >= self.patience)

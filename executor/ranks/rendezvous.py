@@ -131,7 +131,7 @@ def started_by_launcher() -> bool:
         os.environ.get("SLURM_STEP_NUM_TASKS", "1") == "1"
     ):
         return False
-    found = from_launcher()
+    found = launcher_env()
     rank, world = found.get("RANK", "0"), found.get("WORLD_SIZE", "1")
     if {"RANK", "WORLD_SIZE"} <= found.keys() and int(rank) >= int(world):
         raise SpecError(
@@ -178,16 +178,7 @@ def launcher_env() -> dict[str, str]:
 
     Raises SpecError if a variable that must be a number is not.
     """
-    return {**os.environ, **from_launcher()}
-
-
-def from_launcher() -> dict[str, str]:
-    """Return torchrun's variables, or the same from Slurm's; empty without a launcher.
-
-    Raises SpecError if a variable that must be a number is not.
-    """
-    env = os.environ
-    found = {name: env[name] for name in (*_COUNTS, "MASTER_ADDR", "MASTER_PORT") if name in env}
+    env = dict(os.environ)
     if "RANK" not in env and "SLURM_STEP_NUM_TASKS" in env:
         names = {
             "RANK": "SLURM_PROCID",
@@ -209,11 +200,10 @@ def from_launcher() -> dict[str, str]:
             "MASTER_ADDR": _first_host(env.get("SLURM_STEP_NODELIST", "localhost")),
             "MASTER_PORT": str(20_000 + job % 10_000),
         }
-        found = {**slurm_env, **found} | {name: env[slurm] for name, slurm in names.items()}
-    for name in _COUNTS:
-        if name in found:
-            count_of(name, found[name])
-    return found
+        env = {**slurm_env, **env} | {name: env[slurm] for name, slurm in names.items()}
+    for name in filter(env.__contains__, _COUNTS):
+        count_of(name, env[name])
+    return env
 
 
 # launchers' variables whose values are numbers

@@ -18,7 +18,7 @@ from calls import planned
 
 from gnnplan.executor.launch import failure, preflight, rank_process
 from gnnplan.executor.launch.failure import FAILED_WITH_OTHERS, explain, ran_out
-from gnnplan.executor.launch.rank_process import _Process, _progress_line, follow
+from gnnplan.executor.launch.rank_process import _progress_line, follow
 from gnnplan.executor.launch.run_request import Options
 from gnnplan.executor.ranks import machine
 from gnnplan.executor.ranks.activity import (
@@ -144,10 +144,7 @@ def test_a_rank_is_less_patient_than_torch_and_says_what_it_was_in(tmp_path, mon
     assert rank.groups.limit.total_seconds() > rank.groups.patience == 0.2
     with pytest.raises(RuntimeError, match=r"NCCL timed out after 0\.2 s") as caught:
         rank.settle()
-    options, activity = Options(timeout_s=0.1), rank.recorder.activity
-    process = _Process(tmp_path / "plan.json", tmp_path, options, activity)
-    process.rank = rank
-    failure = process._failure(caught.value)
+    failure = explain(caught.value, str(rank.recorder.activity), rank=rank)
     assert (failure.exit_code, failure.waited_s) == (FAILED_WITH_OTHERS, 0.2)
     assert failure.message == "its peers did not answer (NCCL timed out after 0.2 s)"
     assert failure.activity == read(tmp_path / "activity") == "halo:f:l1:s7 of epoch 3"

@@ -138,12 +138,13 @@ def test_python_shows_what_the_command_line_prints(tmp_path):
 def test_a_gradient_that_is_off_is_found(tmp_path, off, answer):
     """Also of a tensor whose gradient is a thousandth of the largest; not where it is rounding."""
     graph = load("synthetic:community?vertices=60&edges=400&features=12&classes=4&seed=0")
-    task = checking.Task.of("graph_parallel", graph, Workload(layers=2, dtype="float64"), ranks=2)
+    name, workload = "graph_parallel", Workload(layers=2, dtype="float64")
+    task = checking.posed(name, graph, workload, ranks=2)
     start = {name: torch.zeros(3, dtype=torch.float64) for name in ("large", "small", "idle")}
     alone = {"large": start["large"] + 1, "small": start["small"] + 1e-3, "idle": start["idle"]}
     found = {"large": alone["large"].clone(), "small": alone["small"] * (1 + off)}
     found |= {"idle": alone["idle"] + 1e-16}
     save_file(found, tmp_path / "weights.safetensors")
-    verdict = checking._verdict(task, tmp_path, start, alone)
+    verdict = checking._verdict(name, *task, tmp_path, start, alone)
     assert verdict.answer == answer
     assert answer == "equal" or "small" in verdict.reason

@@ -33,8 +33,8 @@ from gnnplan.executor.ranks.gather import gather_all, gather_bytes
 from gnnplan.executor.ranks.near import DONE, MESSAGE, Near, _Peer
 from gnnplan.executor.ranks.rank import Rank, open_rank
 from gnnplan.executor.ranks.rendezvous import (
-    from_launcher,
     join,
+    launcher_env,
     on_this_machine,
     store_of_this_machine,
 )
@@ -264,7 +264,7 @@ def test_a_node_of_slurm_has_its_own_number_of_ranks(monkeypatch):
         monkeypatch.setenv(name, value)
     for node, ranks in (("0", "2"), ("1", "2"), ("2", "3")):
         monkeypatch.setenv("SLURM_NODEID", node)
-        found = from_launcher()
+        found = launcher_env()
         assert found["LOCAL_WORLD_SIZE"] == ranks and found["MASTER_ADDR"] == "b2u05n3"
 
 
