@@ -403,8 +403,8 @@ def some_rows(array: Array) -> Iterator[Array]:
 
 def drop_pages(array: Any) -> None:
     """Drop the pages of a mapped file from memory; they are read again when they are used."""
-    if isinstance(array, np.memmap):
-        array._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
+    if pages := getattr(array, "_mmap", None):
+        pages.madvise(mmap.MADV_DONTNEED)
 
 
 def _nonzeros(source: str, x: Any) -> int:

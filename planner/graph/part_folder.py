@@ -257,7 +257,7 @@ class PartFolder:
             begin[there], lengths[there] = pointer[here], pointer[here + 1] - pointer[here]
         starts = offsets(lengths)
         spans = (
-            (number, *(ranges(of[some], lengths[some]) for of in (begin, starts)))
+            (number, ranges(begin[some], lengths[some]), ranges(starts[some], lengths[some]))
             for number, _, at in parts
             for some in (at[run] for run in runs(lengths[at], AT_ONCE))
         )
