@@ -276,8 +276,16 @@ class PartFolder:
         return offsets(self.array(None, "degree"))
 
     def edges(self, name: str) -> Array:
-        """Return an array of all edges [E, ..], in the order of the whole graph's CSR."""
-        return self.ragged(None, "indptr", name)[1][0]
+        """Return an array of all edges [E, ..], in the order of the whole graph's CSR.
+
+        Vertices are looked up some at a time, in less memory than the array's."""
+        stored, indptr = self.parts[0].files[name], self.indptr
+        out = np.empty((int(indptr[-1]), *stored.shape[1:]), stored.dtype)
+        must_fit(str(self.path), f"{name} of all edges", out.nbytes)
+        for run in runs(np.diff(indptr), AT_ONCE):
+            ids = np.arange(run.start, run.stop)
+            (out[indptr[run.start] : indptr[run.stop]],) = self.ragged(ids, "indptr", name)[1]
+        return out
 
 
 class Lazy(NDArrayOperatorsMixin):
