@@ -233,6 +233,10 @@ class _Process:
             self._train()
             return None
         except Exception as error:
+            if not self.predicted:  # memory may run out while the graph is read
+                with suppress(GnnplanError, MemoryError):
+                    plan = documents.read(self.plan)
+                    self.predicted = RunRequest(plan, self.out, self.options).predicted
             path = self.out / f"traceback.rank{self.number}.txt"
             return explain(error, str(self.activity), path, self.rank, self.predicted)
 
