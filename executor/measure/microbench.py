@@ -33,9 +33,9 @@ from gnnplan.planner.vocabulary.numbers import Group
 
 WARM_BYTES = 2**29  # written before any timing, so that the allocator holds warm pages
 SYNTHETIC = "synthetic:community?vertices={}&edges={}&features={}&classes=16&seed=0"
-# Vertices and edges. Few edges per row reveal the cost of a row besides its edges. Rows of the
-# largest exceed the caches of most cores.
-GRAPHS = ((20_000, 1_000_000), (20_000, 160_000), (60_000, 900_000))
+# Vertices and edges. Few edges per row reveal the cost of a row besides its edges. Caches near a
+# core hold most rows of the smallest; rows of the largest exceed the caches of most cores.
+GRAPHS = ((20_000, 1_000_000), (20_000, 160_000), (60_000, 900_000), (5_000, 400_000))
 WIDTHS = (16, 64, 256)
 # Rows in random order, as in a mini-batch: counts of source rows, which take 1 to 100 MB, and bytes
 # of a row. OUTPUTS rows are sums of PER_OUTPUT rows each.

@@ -116,8 +116,6 @@ MOST_SLOWDOWN = 10.0  # of reads of memory in training steps
 # Fields that `in_steps` corrects. Caches change neither arithmetic, also of a hash or of an edge's
 # weight, nor reads at random places, nor the rows that a sum writes.
 READS = ("device.memory_bandwidth", "device.product_bandwidth", "device.gather")
-# Rows of an aggregation that a core's share of the caches holds beside as many sums [B]
-CACHED = 2**23
 
 
 class Rehearsal:
@@ -186,15 +184,13 @@ def in_steps(cluster: Cluster, launch: float, slowdown: float) -> Cluster:
     """Return a cluster, measured by its kernels, as training steps find it.
 
     launch: cost of a framework operation [s]. slowdown: factor by which reads of memory are slower;
-    less than 1 if caches hold what one operation has left for the next. They hold no large rows.
+    less than 1 if caches hold what one operation has left for the next. An aggregation alone finds
+    its rows there, too.
     """
     found = scaled.multiplied(cluster, dict.fromkeys(READS, 1 / slowdown)).device
     alone = cluster.device.gather
     gather = {
-        width: {
-            rows: rate if rows <= CACHED else min(rate, alone[width][rows])
-            for rows, rate in rates.items()
-        }
+        width: {rows: min(rate, alone[width][rows]) for rows, rate in rates.items()}
         for width, rates in found.gather.items()
     }
     device = found.model_copy(update={"launch": launch, "gather": gather})
