@@ -65,7 +65,7 @@ AT_ONCE = 8192  # vertices sampled at a time, so that temporaries stay in the pr
 HELD_OUT_SHARE = 0.05  # share of all edges held out for validation; the same share for test
 
 Ids = Ints
-Words = NDArray[np.uint64]  # of random bits
+Words = NDArray[np.uint64]  # random words
 
 
 def mix(z: Words) -> Words:
