@@ -362,11 +362,12 @@ def test_a_convolution_per_kind_of_edges_is_told_of_many_kinds(tmp_path):
 
 
 # by our layers, or as it is written, and a forward that is no plain list of calls; the first three were
-# taken for a sum without alpha, a ReLU and nothing
+# taken for a sum without alpha, a ReLU and nothing; the fourth would be a chain without its last call
 GUESSED = r"""
     sum with alpha | as written | h = self.a(x, edge_index).relu() ;; return self.c(torch.add(h, self.b(h, edge_index), alpha=0.5).relu(), edge_index)
     a clamp that small graphs do not show | as written | return self.c(F.hardtanh(self.a(x, edge_index), 0, 99), edge_index)
     a mask that small graphs do not show | as written | h = self.a(x, edge_index).relu() ;; many = torch.bincount(edge_index[1], minlength=len(x)) > 99 ;; return self.c(torch.where(many[:, None], -h, h), edge_index)
+    a ReLU at the end | as written | return self.c(self.a(x, edge_index).relu(), edge_index).relu()
     log_softmax | sage | return F.log_softmax(self.c(self.a(x, edge_index), edge_index), dim=1)
     by name | sage | return self.c(self.a(x=x, edge_index=edge_index).relu(), edge_index)
     no weights of edges | gcnii | h = h0 = self.first(x).relu() ;; for conv in self.deep: ;;     h = conv(h, h0, edge_index, None).relu() ;; return self.last(h)
