@@ -84,10 +84,8 @@ def read_labels(
     nothing = Labels(np.full(vertices, -1, np.int64), 0, np.ones(vertices, bool))
     if y is None:
         return nothing
-    y = class_ids(path, "y", typed(path, "y", y, "iufb", (1, 2))) if not numbers else y
-    known = y[np.isfinite(y)]
-    beyond = y.ndim == 1 or ((known < 0) | (known > 1)).any()
-    if numbers or (beyond and (known != np.floor(known)).any()):
+    y = typed(path, "y", y, "iufb", (1, 2))
+    if numbers or _are_numbers(y := class_ids(path, "y", y)):
         with np.errstate(over="ignore", invalid="ignore"):
             y = y.reshape(len(y), -1).astype(np.float32)
         if np.isinf(y).any():
@@ -102,6 +100,13 @@ def read_labels(
     else:
         found = Labels(y.astype(np.int64), _classes(path, y, classes), y >= 0)
     return found if found.labelled.any() else nothing
+
+
+def _are_numbers(y: Array) -> bool:
+    """Whether y cannot be labels, so that it must be numbers to predict."""
+    known = y[np.isfinite(y)]
+    beyond = y.ndim == 1 or bool(((known < 0) | (known > 1)).any())
+    return beyond and bool((known != np.floor(known)).any())
 
 
 def _targets(path: str, y: Array, labelled: Array) -> Array:
@@ -231,6 +236,8 @@ def as_mask(path: str, name: str, mask: Array, notes: list[str]) -> Array:
         if mask.shape[1] > 1:
             notes.append(f"{name} holds {mask.shape[1]} splits; the first is taken")
         mask = mask[:, 0]
+    if mask.dtype.kind == "b":
+        return mask
     if (bad := ~np.isin(mask, (0, 1))).any():
         raise SpecError(
             f"{path}: {name}[{bad.argmax()}]: must hold booleans, or zeros and ones, found"

@@ -282,7 +282,7 @@ class PartFolder:
         stored, indptr = self.parts[0].files[name], self.indptr
         out = np.empty((int(indptr[-1]), *stored.shape[1:]), stored.dtype)
         must_fit(str(self.path), f"{name} of all edges", out.nbytes)
-        for run in runs(np.diff(indptr), AT_ONCE):
+        for run in runs(self.array(None, "degree"), AT_ONCE):
             ids = np.arange(run.start, run.stop)
             (out[indptr[run.start] : indptr[run.stop]],) = self.ragged(ids, "indptr", name)[1]
         return out

@@ -13,6 +13,7 @@ import gnnplan
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph import arrays as own_arrays
 from gnnplan.planner.graph import graph as module
+from gnnplan.planner.graph.data import read_labels
 from gnnplan.planner.graph.formats import Extras, convert, of_object, tables
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load, source_of
@@ -638,3 +639,8 @@ def test_numbers_to_predict_are_what_can_be_no_labels(tmp_path, written, y, outp
     said = load(f"{found.stats.source}?task=regression")
     assert said.stats.learned == "numbers" and said.y.dtype == np.float32
     np.testing.assert_array_equal(said.y, np.array(y, np.float32).reshape(4, -1))
+
+
+def test_numbers_to_predict_that_are_texts_are_refused():
+    with pytest.raises(SpecError, match="y: "):
+        read_labels("graph.npz", np.array(["a", "b"]), 2, None, numbers=True)

@@ -120,10 +120,11 @@ def _vertices(parts: Parts) -> int:
     return max((int(ids.max()) for ids in (src, dst) if ids.size), default=-1) + 1
 
 
-def _held_in(path: str) -> Any:
+def _held_in(path: str, names: Sequence[str] = ()) -> Any:
     """Return what a file holds: an array (.npy, mapped), objects (.pt), arrays or SciPy's matrix.
 
-    None: it is no such file, so that it should be text."""
+    None: it is no such file, so that it should be text. names: of several arrays only the first of
+    these is read, if it is there."""
     must_be_file(path)
     with open(path, "rb") as stream:
         start = stream.read(6)
@@ -134,14 +135,15 @@ def _held_in(path: str) -> Any:
             return load_matrix(path).tocsr()
         if not any(info.filename.endswith(".npy") for info in arrays.files.values()):
             return load_tensors(path)
-        return {name: arrays.read(name) for name in arrays.files}
+        own = [name for name in names if name in arrays.files][:1] or arrays.files
+        return {name: arrays.read(name) for name in own}
 
 
 def _saved(path: str, what: str, names: Sequence[str] = ()) -> Any:
     """Return the array, or SciPy's matrix, that a file holds; None: it should be text.
 
     names: of the array, most likely first, if the file holds several."""
-    held = _held_in(path)
+    held = _held_in(path, names)
     if isinstance(held, dict):
         own = [name for name in names if name in held] or [*held]
         if len(own) != 1 and own[0] not in names:

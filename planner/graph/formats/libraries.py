@@ -9,6 +9,7 @@ are recorded, else per server."""
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -237,7 +238,9 @@ def of_networkx(graph: Any, path: str) -> Parts:
     Nodes named 0 to N-1, as numbers or as text, keep these ids; other nodes are numbered in the
     graph's order."""
     nodes, ways = list(graph.nodes), 1 if graph.is_directed() else 2
-    if named := {str(node) for node in nodes} == {str(i) for i in range(len(nodes))}:
+    texts = [str(node) for node in nodes]
+    are_numbers = all(re.fullmatch("[0-9]{1,10}", text) for text in texts)
+    if named := are_numbers and sorted(map(int, texts)) == list(range(len(nodes))):
         nodes.sort(key=int)
     number = {node: i for i, node in enumerate(nodes)}
     pairs = ((number[u], number[v]) for u, v in graph.edges())
