@@ -187,13 +187,8 @@ def in_steps(cluster: Cluster, launch: float, slowdown: float) -> Cluster:
     less than 1 if caches hold what one operation has left for the next. An aggregation alone finds
     its rows there, too.
     """
-    found = scaled.multiplied(cluster, dict.fromkeys(READS, 1 / slowdown)).device
-    alone = cluster.device.gather
-    gather = {
-        width: {rows: min(rate, alone[width][rows]) for rows, rate in rates.items()}
-        for width, rates in found.gather.items()
-    }
-    device = found.model_copy(update={"launch": launch, "gather": gather})
+    factors = dict.fromkeys(READS, 1 / slowdown) | {"device.gather": 1 / max(slowdown, 1.0)}
+    device = scaled.multiplied(cluster, factors).device.model_copy(update={"launch": launch})
     return cluster.model_copy(update={"device": device})
 
 

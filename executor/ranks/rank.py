@@ -441,12 +441,14 @@ def connect(rank: Rank, store: Store) -> None:
     """Make the process groups of all ranks: torch's default group, and a group for exchanges.
 
     The backend is NCCL if every rank has its own GPU. NCCL refuses two ranks on one GPU, so ranks
-    that share GPUs use Gloo, through host memory. A rank may see only its own GPU, and ranks may
-    share GPUs on some servers only, so each reads the cards of all.
+    that share GPUs use Gloo, through host memory. Rank 0 chooses the backend for all, since a rank
+    may see only its own GPU, and ranks may share GPUs on some servers only.
     """
     store.set(f"card {rank.rank}", rank.card)
-    cards = [store.get(f"card {other}").decode() for other in range(rank.world)]
-    rank.communicate_over(backend_of(cards))
+    if rank.rank == 0:
+        cards = [store.get(f"card {other}").decode() for other in range(rank.world)]
+        store.set("backend", backend_of(cards))
+    rank.communicate_over(store.get("backend").decode())
     if rank.backend == "gloo":
         wait_in_turn()
     dist.init_process_group(
