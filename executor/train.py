@@ -107,7 +107,8 @@ class _Training:
         self.checkpoints = checkpoints
         self.steps, self.rounds = strategy.steps(problem), strategy.codec.packs
         self.first = checkpoints.first if checkpoints else 0
-        worker = self.worker = open_worker(rank, problem, strategy, self.first * self.steps)
+        with rank.groups.reading():
+            worker = self.worker = open_worker(rank, problem, strategy, self.first * self.steps)
         self.learner = worker.open_learner()
         patience = problem.workload.patience
         self.best = patience and Best(worker.trained(), patience, problem.metric in FALLING)

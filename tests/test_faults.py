@@ -171,6 +171,7 @@ BLAME = """
 75@1 Connection closed by peer; -9@2 -> rank 1 (server 1) was lost in start: killed by SIGKILL
 75@1 Connection reset; -15@0; 4@9 KeyError: 3 -> rank 2 (server 2) was lost in halo: KeyError: 3
 75@1 Timed out waiting 3000ms; -9@6 -> rank 1 (server 1), in start, stopped answering: rank 0 (server 0) waited 3 s in halo
+75@2 Connection closed by peer; 75@1 Timed out waiting 3000ms -> rank 0 (server 0), in halo, stopped answering: rank 1 (server 1) waited 3 s in halo
 75@2 Timed out waiting 3000ms; 75@1 Timed out; -15@0 Connection closed -> ranks do not reach each other: rank 0 (server 0) in halo, rank 1 (server 1) in halo waited 3 s. None of them died: is a link
 4@9 memory ran out; -6@2 -> rank 0 (server 0) was lost in halo: memory ran out
 75@1 Connection closed by peer; -6@2 -> rank 1 (server 1) was lost in start: killed by SIGABRT

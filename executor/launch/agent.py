@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from signal import SIGCONT, Signals
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -92,21 +92,26 @@ class _Agent(LocalElasticAgent):
         return result
 
     def _look(self) -> None:
-        """End all ranks, with a note of each, once they have been silent for too long."""
+        """End ranks, with a note of each, once all have been silent for too long: those that are
+        stopped, else all."""
         self.watched.unwind()
         now = time.monotonic()
         self._silent_s += min(now - self._looked, SEEN)
         self._looked = now
         operations = [record.operation for record in self._records]
-        cores_s = sum(map(_core_s, self._pids))
+        seen = list(map(_seen, self._pids))
+        cores_s = sum(each.core_s for each in seen)
         if operations != self._operations or abs(cores_s - self._cores_s) > BUSY:
             self._operations, self._cores_s, self._silent_s = operations, cores_s, 0.0
-        elif self._silent_s > self.watched.limit_s + HEAD_START and all(map(_in_epoch, operations)):
-            message = (
-                f"no rank has done anything for {self._silent_s:.0f} s; were they stopped? One that"
-                " works longer at an operation needs a longer --timeout"
-            )
-            for record, pid in zip(self._records, self._pids, strict=True):
+        elif self._silent_s > self.watched.limit_s + HEAD_START:
+            message = f"no rank has done anything for {self._silent_s:.0f} s; "
+            lost = [rank for rank, each in enumerate(seen) if each.is_stopped]
+            if lost:
+                message += "this one is stopped, by a signal or a debugger"
+            elif all(map(_in_epoch, operations)):
+                lost = list(range(len(seen)))
+                message += "one that works longer at an operation needs a longer --timeout"
+            for record, pid in ((self._records[rank], self._pids[rank]) for rank in lost):
                 record.leave(Failure(LostRank.exit_code, message, record.operation).note)
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -142,15 +147,23 @@ def _in_epoch(operation: str) -> bool:
     return " of epoch " in operation and not operation.startswith("the checkpoint")
 
 
-def _core_s(pid: int) -> float:
-    """Return the core time of a process and its threads [s]; 0 after its end."""
+class _Seen(NamedTuple):
+    """A process as the kernel shows it."""
+
+    core_s: float = 0.0  # core time of the process and its threads [s]
+    is_stopped: bool = False  # by a signal or a debugger
+
+
+def _seen(pid: int) -> _Seen:
+    """Look at a process; nothing is seen of it after its end."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except FileNotFoundError:
-        return 0.0
+        return _Seen()
     # fields after the name, which may contain blanks
-    user, system = text.rpartition(")")[2].split()[11:13]
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+    state, *fields = text.rpartition(")")[2].split()
+    user, system = fields[10:12]
+    return _Seen((int(user) + int(system)) / os.sysconf("SC_CLK_TCK"), state in "tT")
 
 
 def _oom_kills() -> int:

@@ -100,7 +100,6 @@ def be_rank(out: Path, work: Callable[[Path, Activity], Failure | None]) -> NoRe
     """
     die_with_parent()
     activity = Activity(seen(out, int(os.environ["RANK"])))
-    activity.begin("phase", "start")
     try:
         failure = work(out, activity)
     except Exception as error:
@@ -187,7 +186,10 @@ def blame(
     is_last = failures[rank].timestamp > min(other.timestamp for other in failures.values())
     if waited and (_guilt(failures[rank])[0] or (code == -signal.SIGKILL and is_last)):
         first, waited_s = waited[0], ranks[waited[0]].waited_s or timeout_s
-        if silent := [r for r, last in enumerate(ranks) if not last.message]:
+        silent = [r for r, last in enumerate(ranks) if not last.message]
+        if not silent and len(waited) == 1:  # the others saw it end, and were late before
+            silent = [r for r in range(len(ranks)) if r != first]
+        if silent:
             suspects = " or ".join(f"{names[r]}, in {ranks[r].activity}," for r in silent)
             return LostRank(
                 f"{suspects} stopped answering: {names[first]} waited {waited_s:g} s in"

@@ -35,7 +35,7 @@ from gnnplan.executor.launch.run_request import (
 )
 from gnnplan.executor.ranks.activity import Activity
 from gnnplan.executor.ranks.checkpoint import Checkpoints, fingerprint, question, resumable
-from gnnplan.executor.ranks.rank import Rank, backend_of, connect, place_rank
+from gnnplan.executor.ranks.rank import READING_LEAST_S, Rank, backend_of, connect, place_rank
 from gnnplan.executor.ranks.rendezvous import attempt, launcher_env, store_of_all
 from gnnplan.planner.decision import plan as documents
 from gnnplan.planner.gnn.workload import scores_of, show_scores
@@ -124,7 +124,8 @@ def agree(store: Store, env: Mapping[str, str], own: Found) -> Agreement:
     """Exchange this rank's message with all ranks. Raises what `compare` raises, on all ranks."""
     process, world = int(env.get("RANK", "0")), int(env.get("WORLD_SIZE", "1"))
     message = json.dumps(own).encode()
-    timeout_s = store.timeout.total_seconds()  # type: ignore[attr-defined]
+    # a rank reads the graph before, which may take it longer than another
+    timeout_s = max(store.timeout.total_seconds(), READING_LEAST_S)  # type: ignore[attr-defined]
     messages = synchronize(store, message, process, world, "found", timeout_s)
     return compare([json.loads(words) for words in messages])
 

@@ -185,8 +185,7 @@ def swap(
     posts += [(dist.isend, rows, peer) for peer, rows in gives.items()]
     handles = begin(rank, [post for post in posts if post[2] not in near.peers], group)
     near.swap(gives, takes)
-    for handle in handles:
-        handle.wait()
+    await_messages(rank, handles)
 
 
 def begin(
@@ -203,6 +202,15 @@ def begin(
         return dist.batch_isend_irecv(batch) if batch else ()
     handles = [op(rows, peer, group) for op, rows, peer in posts]
     return [handle for handle in handles if handle is not None]  # all ranks are in the group
+
+
+def await_messages(rank: Rank, handles: Sequence[dist.Work]) -> None:
+    """Wait for messages that have been started. Raises RuntimeError after the timeout over Gloo."""
+    for handle in handles:
+        if rank.backend == "nccl":  # with a timeout, the host would wait too
+            handle.wait()
+        else:  # the timeout of the group is the one it was made with
+            handle.wait(rank.groups.limit)
 
 
 class ColumnExchange:
@@ -266,8 +274,9 @@ class ColumnExchange:
 
 def send(rank: Rank, rows: Tensor, peer: int) -> None:
     """Send rows to a peer of `Groups.open_pairs`; block until the buffer can be used again."""
-    for handle in begin(rank, [(dist.isend, rank.staged(rows), peer)], rank.groups.pair(peer)):
-        handle.wait()
+    await_messages(
+        rank, begin(rank, [(dist.isend, rank.staged(rows), peer)], rank.groups.pair(peer))
+    )
 
 
 class PendingReceive:
@@ -284,8 +293,7 @@ class PendingReceive:
 
     def wait(self) -> Tensor:
         """Wait for the message, and return it on the rank's device."""
-        for handle in self.handles:
-            handle.wait()
+        await_messages(self.rank, self.handles)
         return self.rank.unstaged(self.buffer)
 
 

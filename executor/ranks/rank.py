@@ -12,9 +12,9 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from copy import copy
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from gnnplan.executor.layers.kernels import keep_allocator, keep_until_used
 from gnnplan.executor.ranks import near
@@ -36,6 +37,7 @@ from gnnplan.planner.vocabulary.numbers import Group
 T = TypeVar("T")
 SCRATCH = "GNNPLAN_SCRATCH"  # names the launcher's temporary folder, which also lists samplers
 NCCL_LEAST_S = 600.0  # [s] torch's default timeout
+READING_LEAST_S = 600.0  # [s] least timeout while ranks read from disks
 LOOK_S = 50e-6  # [s] between two queries of a stream that waits for peers
 SPEAKS_FIRST_S = 30.0  # [s] torch's timeout beyond the rank's own, whose error says more
 
@@ -51,6 +53,7 @@ class Groups:
     settle: Callable[[], None]  # waits for the device
     timeout_s: float = 30.0  # of a collective or message
     nccl_least_s: float = NCCL_LEAST_S  # least timeout over NCCL
+    gloo_least_s: float = 0.0  # least timeout over Gloo
     exchanges: dist.ProcessGroup | None = None  # of all ranks, for exchanges of rows
     _near: dict[dist.ProcessGroup | None, near.Near] = field(default_factory=dict)
     _by_ranks: dict[Group, dist.ProcessGroup] = field(default_factory=dict)
@@ -67,7 +70,8 @@ class Groups:
         It is longer over NCCL, where the host enqueues messages ahead of the step's computation, so
         that messages wait for the computation, too.
         """
-        return max(self.timeout_s, self.nccl_least_s if self.backend == "nccl" else 0.0)
+        least_s = self.nccl_least_s if self.backend == "nccl" else self.gloo_least_s
+        return max(self.timeout_s, least_s)
 
     @property
     def limit(self) -> timedelta:
@@ -117,6 +121,27 @@ class Groups:
             dist.all_reduce(number, group=group)
             self.settle()  # over NCCL the host has only enqueued the sum
 
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Let messages wait while ranks read from disks, then wait for all ranks.
+
+        A rank may read a larger part, or from a slower disk, for longer than a message may take.
+        """
+        self._wait_at_least(READING_LEAST_S)
+        yield
+        self.await_all(None)
+        self._wait_at_least(0.0)  # not after an error, which tells how long it has waited
+
+    def _wait_at_least(self, seconds: float) -> None:
+        if self.backend == "nccl" or self.world == 1:
+            return
+        self.gloo_least_s = seconds
+        own = [group for ranks, group in self._by_ranks.items() if self.rank in ranks]
+        for group in (None, self.exchanges, *own):
+            _set_pg_timeout(self.limit, group)
+            for peer in self.near(group).peers.values():
+                peer.connection.settimeout(self.patience)
+
     def meet(self, group: dist.ProcessGroup | None) -> None:
         """Connect a new group. All ranks of the group call this.
 
@@ -127,7 +152,7 @@ class Groups:
         if self.backend == "nccl":
             self.await_all(group)
         elif self.device.type == "cpu":
-            self._near[group] = near.connect(self.rank, group, self.timeout_s)
+            self._near[group] = near.connect(self.rank, group, self.patience)
 
 
 class _Enqueued(Future[T]):

@@ -98,6 +98,7 @@ class OnBatches(base.Worker):
         self.rows = self.store.rows  # number of rows read, by class
         lists, device = supply.lists, drawing_device(rank, supply)
         assert lists is None or isinstance(lists, Structure)
+        rank.groups.await_all(None)  # samplers wait for each other no longer than for a message
         arguments = supply.batches, rank.rank, self.net.edges, rank.groups.timeout_s, lists, device
         self.arriving = ShareQueue(rank, sampler(*arguments), strategy.prefetch, first, load)
 
@@ -125,7 +126,8 @@ class OnBatches(base.Worker):
         rank, problem, layout = self.rank, self.problem, self.problem.layout()
         assert isinstance(layout, Layout)
         options = ExchangeOptions()
-        worker = graph_parallel.worker_on(rank, problem, layout, options, net=self.net)
+        with rank.groups.reading():
+            worker = graph_parallel.worker_on(rank, problem, layout, options, net=self.net)
         is_link = problem.workload.task == "link"
         return worker, HeldOut(rank, problem, layout) if is_link else worker.targets
 

@@ -71,6 +71,8 @@ def happen(path, fault, where):
     elif kind == "SIGSTOP and SIGCONT":
         subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {os.getpid()}"])
         stop()
+    elif kind == "reads":
+        time.sleep(fault["away_s"])
     elif kind.startswith("SIG"):
         signal.pthread_kill(threading.get_ident(), getattr(signal, kind))
     elif kind == "raises":
@@ -182,15 +184,17 @@ class Fault(NamedTuple):
         lost = rf"{who} was lost in .*{inside}.*: "
         killed = rf"{lost}killed by SIGKILL\. "
         raised = r"ZeroDivisionError: injected \(traceback in .*\.txt\)"
-        how = dict.fromkeys(("SIGKILL", "cut checkpoint", "no trace"), killed) | {
+        how = {
+            **dict.fromkeys(("SIGKILL", "cut checkpoint", "no trace"), killed),
             "SIGTERM": rf"{lost}killed by SIGTERM\. ",
             "raises": rf"{lost}({raised}|exit code 1)\. ",
             "starves": (
                 rf"{lost}memory ran out .*\n.* predicts for its fullest rank .*:\n( "
                 r" .*\n)+measured: .* free on this machine\n"
             ),
-            "SIGSTOP": (
-                rf"{who}, in .*{inside}.*, stopped answering: rank {1 - rank} \(server \d\) waited"
+            "SIGSTOP": (  # during set-up, peers wait longer, and the launcher tells
+                rf"{lost}no rank has done anything for \d+ s; this one is stopped|{who}, in"
+                rf" .*{inside}.*, stopped answering: rank {1 - rank} \(server \d\) waited"
                 rf" {TIMEOUT} s in "
             ),
             "no sampler": rf"{who} was lost in .*: its sampler( \d of \d)?, a process of its own, (was|exit)",

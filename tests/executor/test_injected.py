@@ -4,12 +4,25 @@ All fifty run at night, shared out among the strategies. Every time seen are a r
 (test_faults.py), a launcher that starts its ranks anew (test_restarted.py) and ends them
 (test_lab.py), and that what is resumed is the unbroken training (test_conformance.py)."""
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from faults import CASES, EVERY, PHASES, Fault, epochs_of, small_disk, train_through
+from calls import planned
+from faults import (
+    CASES,
+    EVERY,
+    GRAPH,
+    PATCH,
+    PHASES,
+    Fault,
+    epochs_of,
+    small_disk,
+    train_through,
+)
+from nightly import at_night
 
 from gnnplan.testing.ranks import Case, Ranks, Result
 
@@ -85,3 +98,25 @@ def test_a_disk_that_fills_amid_a_checkpoint(run_ranks, start, tmp_path):
     whole = unbroken(case, faults, run_ranks)
     with small_disk(tmp_path / "disk") as disk:
         train_through(case, faults, whole, start, tmp_path, out=disk / "run")
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "--strategy gnnpipe",
+        at_night("--strategy graph_parallel"),
+        at_night("--strategy feature_parallel"),
+        at_night("--strategy gsplit(prefetch=2) --mode mini --batch 64 --fanout 3,3 --layers 2"),
+    ],
+)
+def test_a_rank_may_read_its_part_for_longer_than_a_message_may_take(tmp_path, start, how):
+    """With 10^8 edges and a slow disk, rank 1 gave up after 30 s: "rank 0 was lost"."""
+    (tmp_path / "faults").mkdir()
+    slow = {"rank": 0, "kind": "reads", "at": "^set-up$", "outlived": True, "away_s": 4}
+    (tmp_path / "faults" / "0.json").write_text(json.dumps(slow))
+    (tmp_path / "sitecustomize.py").write_text(PATCH)
+    env = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}", "FAULTS": f"{tmp_path}/faults"}
+    plan = planned(tmp_path / "plan.json", "--graph", GRAPH, "--ranks 2 --hidden 8", *how.split())
+    run = start(plan, "--epochs", "2", "--timeout", "2", **env)
+    assert run.ended() == 0, run.stderr
+    assert (tmp_path / "faults" / "0.done").exists()
