@@ -24,7 +24,7 @@ from gnnplan.executor.layers.models import Net
 from gnnplan.executor.layers.targets import no_counts, scores
 from gnnplan.executor.modules.read import read_again, with_structure
 from gnnplan.executor.ranks.checkpoint import Checkpoints, must_have_epochs
-from gnnplan.executor.ranks.gather import gather_bytes
+from gnnplan.executor.ranks.gather import collect
 from gnnplan.executor.ranks.learner import (
     WORKER,
     Best,
@@ -349,9 +349,8 @@ class _Training:
         weights = apart(net.state_dict())
         group = self.worker.reduce_group
         if len(group) < rank.world:  # other ranks hold other weights
-            parts = gather_bytes(
-                save(weights if rank.rank == group[0] else {}), rank.groups.wire_device
-            )
+            own = save(weights) if rank.rank == group[0] else b""
+            parts = collect(own, rank.groups.wire_device)
             weights = {name: p for part in parts for name, p in load(part).items()}
         if rank.rank == 0:
             epochs = (self.best and self.best.epoch) or self.epochs

@@ -1,8 +1,9 @@
-"""Small values of all ranks, as JSON: nothing that is received from a network is unpickled."""
+"""What all ranks say, gathered: nothing that is received from a network is unpickled."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,25 +11,46 @@ import torch.distributed as dist
 
 
 def gather_all(own: Any, device: torch.device, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return every rank's value, by place in the group. Values are JSON's.
+    """Return every rank's small value, by place in the group. Values are JSON's.
 
     device: for the backend's messages. group: None for all ranks.
     """
-    return [json.loads(other) for other in gather_bytes(json.dumps(own).encode(), device, group)]
+    said = json.dumps(own).encode()
+    sizes = _sizes(said, device, group)
+    message = _message(said.ljust(max(sizes)), device)  # JSON may be followed by blanks
+    messages = [torch.empty_like(message) for _ in sizes]
+    dist.all_gather(messages, message, group=group)
+    return [json.loads(_bytes(other)) for other in messages]
 
 
-def gather_bytes(
-    own: bytes, device: torch.device, group: dist.ProcessGroup | None = None
-) -> list[bytes]:
-    """Return every rank's bytes, by place in the group."""
+def collect(own: bytes, device: torch.device) -> Iterator[bytes]:
+    """Yield on rank 0 the bytes of each rank that has any, one after the other; elsewhere nothing.
+
+    All ranks iterate over it to its end.
+    """
+    me = dist.get_rank()
+    for rank, size in enumerate(_sizes(own, device)):
+        if size and rank == me == 0:
+            yield own
+        elif size and rank == me:
+            dist.send(_message(own, device), 0)
+        elif size and me == 0:
+            message = torch.empty(size, dtype=torch.uint8, device=device)
+            dist.recv(message, rank)
+            yield _bytes(message)
+
+
+def _sizes(own: bytes, device: torch.device, group: dist.ProcessGroup | None = None) -> list[int]:
+    """Return the number of every rank's bytes, by place in the group."""
     sizes = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=device)
     sizes[dist.get_rank(group)] = len(own)
     dist.all_reduce(sizes, group=group)
-    padded = bytearray(own.ljust(int(sizes.max()), b"\0"))
-    message = torch.frombuffer(padded, dtype=torch.uint8).to(device)
-    messages = [torch.empty_like(message) for _ in sizes]
-    dist.all_gather(messages, message, group=group)
-    return [
-        bytes(other.cpu().numpy())[:size]
-        for other, size in zip(messages, sizes.tolist(), strict=True)
-    ]
+    return list(map(int, sizes))
+
+
+def _message(own: bytes, device: torch.device) -> torch.Tensor:
+    return torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device)
+
+
+def _bytes(message: torch.Tensor) -> bytes:
+    return bytes(message.cpu().numpy())

@@ -29,7 +29,7 @@ from gnnplan.executor.launch.run_request import Options, RunRequest
 from gnnplan.executor.ranks import rendezvous
 from gnnplan.executor.ranks.checkpoint import Checkpoints
 from gnnplan.executor.ranks.comm import all_reduce, swap
-from gnnplan.executor.ranks.gather import gather_all, gather_bytes
+from gnnplan.executor.ranks.gather import collect, gather_all
 from gnnplan.executor.ranks.near import DONE, MESSAGE, Near, _Peer
 from gnnplan.executor.ranks.rank import Rank, open_rank
 from gnnplan.executor.ranks.rendezvous import (
@@ -158,8 +158,10 @@ def say(rank: int, port: int) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=LIMIT)
     device = torch.device("cpu")
     assert gather_all(SAID[rank], device) == SAID
-    own = bytes(range(rank * 100))  # rank 0 says nothing
-    assert gather_bytes(own, device) == [bytes(range(r * 100)) for r in range(3)]
+    for silent in range(3):
+        own = b"" if rank == silent else bytes(range(rank * 100 + 1))
+        spoken = [bytes(range(r * 100 + 1)) for r in range(3) if r != silent]
+        assert [*collect(own, device)] == (spoken if rank == 0 else [])
     dist.destroy_process_group()
 
 
