@@ -270,17 +270,9 @@ def _resources(asked: RunRequest) -> Iterator[Row]:
 
     if SHARED_MEMORY.is_dir():
         free, planned, needed = shutil.disk_usage(SHARED_MEMORY).free, "none that is known", 0.0
-        # of 'spread' the prediction adds up blocks of batches and adjacency lists
-        if prefetch and getattr(asked.strategy, "structure", "") != "spread":
-            # copies that the prediction counts
-            copies = 2 + prefetch * is_cpu
-            about, lists = asked.document["graph"], 0
-            if is_cpu:
-                lists = 16 * about["vertices"]  # degrees
-                # the partitioner names a folder of parts, from which each rank gathers all lists
-                if " " in asked.document["partitioner"] and asked.workload.task != "link":
-                    lists += 4 * about["edges"] + 8 * (about["vertices"] + 1)
-            needed = max(predicted.get("graph", 0.0) - lists, 0.0) * prefetch / copies * ranks
+        if prefetch:
+            copies = 2 + prefetch * is_cpu  # of a batch's blocks, in the prediction
+            needed = predicted.get("graph", 0.0) * prefetch / copies * ranks
             planned = f"{show_bytes(needed)} of batches that wait at least"
         here = f"{show_bytes(free)} free at {SHARED_MEMORY}"
         says = "give the container more (docker --shm-size, a larger /dev/shm), or plan with"

@@ -312,7 +312,7 @@ def test_owners_have_their_lists_and_nobody_asks(group):
 def test_its_copy_counts_where_ranks_share_the_servers_memory(strategy, kind):
     """On a CPU a sampler's lists are a rank's own; beside a GPU they are elsewhere."""
     apart, problem = replace(strategy, structure="spread"), on(problem_of(1, 2), kind=kind)
-    more = apart.memory(problem)["graph"] - strategy.memory(problem)["graph"]
+    more = apart.memory(problem)["lists"] - strategy.memory(problem)["lists"]
     lists = [GRAPH.degree[apart.lists(problem).keeps(rank)].sum() for rank in (0, 1)]
     expected = [4 * numbers + 8 * 401 for numbers in lists]
     assert more.tolist() == (expected if kind == "cpu" else [0, 0])

@@ -281,9 +281,11 @@ class Supply:
         cache = 0.0 * features + store.held(problem)
         if self.lays_there and self.picks_there:
             cache = cache + PLACE_IN_CACHE * problem.stats.vertices
-        graph = graph + self.lists_held()
-        data = {"features": features, "cache": cache, "graph": graph, "buffers": buffers}
-        return Resident(data, code=machine_code(problem, PIECES), elsewhere=elsewhere)
+        lists = self.lists_held()
+        data = {"features": features, "cache": cache, "graph": graph, "lists": lists}
+        return Resident(
+            data | {"buffers": buffers}, code=machine_code(problem, PIECES), elsewhere=elsewhere
+        )
 
     def peak(self, nbytes: Callable[[MiniBatch], np.ndarray]) -> np.ndarray:
         """Return the largest number of bytes over all known batches [ranks]."""
