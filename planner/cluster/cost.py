@@ -100,7 +100,7 @@ def all_reduce(algorithm: Algorithm, servers: Sequence[Sequence[int]]) -> AllRed
         order = np.concatenate([np.asarray(ranks) for ranks in servers])
         n = order.size
         phase = ReducePhase(order, np.roll(order, -1), 1, 2 * (n - 1), 2 * (n - 1))
-        return AllReduce(2 * (n - 1) / n, (phase,))
+        return AllReduce(2 * (n - 1) / n, (phase,) * (n > 1))
     at = np.asarray(servers)
     count, ranks = at.shape
     hops, rounds = 2 * (ranks - 1), 2 * (count - 1)
@@ -127,12 +127,15 @@ class Flows(NamedTuple):
     share: np.ndarray  # share of a hop's bytes that the flow carries [flows]
 
 
-class PhaseLoads(NamedTuple):
-    """The loads of a phase on ports, per byte of a hop."""
+class GroupPhase(NamedTuple):
+    """A phase of an all-reduce in one group: its hops, flows, and loads on ports."""
 
+    hops: ReducePhase
+    flows: Flows
     kinds: list[tuple[str, Link]]  # each kind of port, and its link
     hop_s: Number  # latency of the links that a hop passes [s]
-    loads: list[dict[float, dict[str, np.ndarray]]]  # per kind: flow's share -> port -> bytes
+    # per kind: flow's share -> port -> bytes, per byte of a hop
+    loads: list[dict[float, dict[str, np.ndarray]]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,10 +144,10 @@ class AllReduces:
 
     ports: MessagePorts
     placement: PerRank
-    _hops: dict[tuple[Algorithm, Group], tuple[AllReduce, list[Flows]]] = field(
+    # -> a unit, as a share of the buffer, and the phases
+    _known: dict[tuple[Algorithm, Group], tuple[float, list[GroupPhase]]] = field(
         default_factory=dict
     )
-    _loads: dict[tuple[Algorithm, Group], list[PhaseLoads]] = field(default_factory=dict)
 
     def transfer(self, groups: Iterable[tuple[Group, int]]) -> Transfer:
         """Return the transfer of one all-reduce in each of the groups at once.
@@ -161,20 +164,15 @@ class AllReduces:
         # (phase, kind of port, messages, bytes of a flow [B]) -> link, port -> bytes per byte
         together: dict[tuple[int, str, int, float], tuple[Link, dict[str, np.ndarray]]] = {}
         for group, size in groups:
-            if len(group) < 2:
-                continue
-            reduction, flows_by_phase = self.hops(algorithm, group)
-            if (algorithm, group) not in self._loads:
-                self._loads[algorithm, group] = list(map(self._phase_loads, flows_by_phase))
             latency: Number = 0.0
-            phases = zip(reduction.phases, self._loads[algorithm, group], strict=True)
-            for number, (phase, each) in enumerate(phases):
-                nbytes = phase.units * reduction.unit * size
-                for (kind, link), by_share in zip(each.kinds, each.loads, strict=True):
+            unit, phases = self.phases(algorithm, group)
+            for number, (hops, _, kinds, hop_s, loads_by_kind) in enumerate(phases):
+                nbytes = hops.units * unit * size
+                for (kind, link), by_share in zip(kinds, loads_by_kind, strict=True):
                     for share, loads in by_share.items():
-                        key = number, kind, phase.messages, share * nbytes
+                        key = number, kind, hops.messages, share * nbytes
                         add(together.setdefault(key, (link, {}))[1], loads)
-                latency = latency + phase.steps * each.hop_s
+                latency = latency + hops.steps * hop_s
             latencies.append(latency)
         ports: dict[str, np.ndarray] = {}
         for (_, _, messages, nbytes), (link, loads) in together.items():
@@ -182,22 +180,24 @@ class AllReduces:
             add(ports, seconds_of(loads, sent, link.bandwidth))
         return Transfer(largest(latencies), ports)
 
-    def _phase_loads(self, flows: Flows) -> PhaseLoads:
-        """Return the loads of flows on ports."""
-        source, target, share = flows
+    def _in_group(self, phase: ReducePhase, users: np.ndarray) -> GroupPhase:
+        """Return a phase with its flows; users: a rank on each NIC, server by server [NICs]."""
+        source, target, share = flows = self._over_all_nics(phase, users)
         uses = list(self.ports.uses("all_reduce", MessageList(source, target)))
         hops = np.array([use.hops for use in uses]).reshape(len(uses), source.size)
         different = zip(np.unique(hops, axis=1), uses, strict=True)  # [different flows] of each
-        return PhaseLoads(
+        return GroupPhase(
+            phase,
+            flows,
             [(use.kind, use.link) for use in uses],
             slowest(total(passes * use.link.latency for passes, use in different)),
             [{s: use.loads(1.0 * (share == s)) for s in np.unique(share)} for use in uses],
         )
 
-    def hops(self, algorithm: Algorithm, group: Group) -> tuple[AllReduce, list[Flows]]:
-        """Return the phases of an all-reduce among `group`, and the flows of each phase."""
+    def phases(self, algorithm: Algorithm, group: Group) -> tuple[float, list[GroupPhase]]:
+        """Return the unit (`AllReduce.unit`) and the phases of an all-reduce among `group`."""
         key = algorithm, group
-        if key not in self._hops:
+        if key not in self._known:
             at, ranks = self.ports.places, np.array(group)
             island = at.island if self.ports.cluster.islands else np.zeros_like(at.island)
             gpus = np.asarray(self.placement)
@@ -207,10 +207,10 @@ class AllReduces:
             by_server = np.split(order, np.flatnonzero(np.diff(at.server[order])) + 1)
             reduction = all_reduce(algorithm, [ranks.tolist() for ranks in by_server])
             first_of_nic = np.unique(at.nic[order], return_index=True)[1]
-            users = order[np.sort(first_of_nic)]  # a rank on each NIC, server by server [NICs]
-            flows = [self._over_all_nics(phase, users) for phase in reduction.phases]
-            self._hops[key] = reduction, flows
-        return self._hops[key]
+            users = order[np.sort(first_of_nic)]
+            phases = [self._in_group(phase, users) for phase in reduction.phases]
+            self._known[key] = reduction.unit, phases
+        return self._known[key]
 
     def _over_all_nics(self, phase: ReducePhase, users: np.ndarray) -> Flows:
         """Return the flows of a phase, with hops between servers spread over all their NICs.
@@ -232,10 +232,11 @@ class AllReduces:
 
     def between(self, sent: float, group: Sequence[int]) -> np.ndarray:
         """Return the bytes between ranks [ranks, ranks] of an all-reduce that sends `sent` [B]."""
-        reduction, flows_by_phase = self.hops(self.ports.cluster.all_reduce or "ring", tuple(group))
+        _, phases = self.phases(self.ports.cluster.all_reduce or "ring", tuple(group))
         out = np.zeros((len(self.placement),) * 2)
-        for phase, (source, target, share) in zip(reduction.phases, flows_by_phase, strict=True):
-            np.add.at(out, (source, target), share * phase.units)
+        for phase in phases:
+            source, target, share = phase.flows
+            np.add.at(out, (source, target), share * phase.hops.units)
         return np.asarray(out * (sent / max(out.sum(), 1.0)))
 
     def bytes_by_link(self, sent: int, group: Sequence[int]) -> dict[LinkName, int]:
@@ -244,9 +245,9 @@ class AllReduces:
         They are integers that add up to `sent`. If the algorithm is not given, they are a ring's.
         """
         units = np.zeros(len(LINK_NAMES), dtype=np.int64)
-        reduction, _ = self.hops(self.ports.cluster.all_reduce or "ring", tuple(group))
-        for phase in reduction.phases:
-            np.add.at(units, self.ports.places.links(phase.source, phase.target), phase.units)
+        _, phases = self.phases(self.ports.cluster.all_reduce or "ring", tuple(group))
+        for hops, *_ in phases:
+            np.add.at(units, self.ports.places.links(hops.source, hops.target), hops.units)
         by_link = {where: n for where, n in zip(LINK_NAMES, units.tolist(), strict=True) if n}
         if not by_link:
             return {}
