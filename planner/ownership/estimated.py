@@ -13,7 +13,7 @@ from gnnplan.planner.gnn.workload import ALL, Workload
 from gnnplan.planner.graph.graph import GraphStats
 from gnnplan.planner.graph.partition import BLIND
 from gnnplan.planner.graph.sampling import count_items, per_epoch
-from gnnplan.planner.ownership.layout import ChunkCounts, Expansion, LayerCounts
+from gnnplan.planner.ownership.layout import ChunkCounts, Expansion, Facts, LayerCounts
 from gnnplan.planner.ownership.minibatch import (
     MOST_BATCHES,
     Batches,
@@ -94,7 +94,7 @@ class Mixing:
 
 
 @dataclass(frozen=True)
-class EstimatedLayout:
+class EstimatedLayout(Facts):
     """The expected counts of a Layout with equal parts; it has the methods of Layout.
 
     servers: the server (or group) of each rank, with the same number of ranks each. The other
@@ -211,12 +211,6 @@ class EstimatedLayout:
             + external * (crossing + (1 - crossing) * allowed)
         )
 
-    def facts(self, layer: int) -> LayerCounts:
-        """Return the counts of a layer over all ranks; layers of one `kind` share an object."""
-        if (kind := self.kind(layer)) not in self._facts:
-            self._facts[kind] = self._counted(layer)
-        return self._facts[kind]
-
     def _counted(self, layer: int) -> LayerCounts:
         ranks, per_server = self.ranks, self.ranks // self.groups
         (own, external), among = self._regions[layer], sum(self._regions[layer - 1])
@@ -246,9 +240,6 @@ class EstimatedLayout:
     def leaving(self, rows: float) -> float:
         """Return the share of edges that leave a part of `rows` rows."""
         return self.mixing.at(self.vertices / rows) * (1 - rows / self.vertices)
-
-    def exchanges_rows(self, layer: int) -> bool:
-        return bool(self.facts(layer).sends.any())
 
     def preloaded(self) -> Outer:
         rows = (self.region(0) - self._own_rows) / (self.ranks // self.groups)

@@ -123,7 +123,30 @@ class LayerCounts:
         return self.halo_rows if self.fresh is None else np.asarray(self.fresh.sum(0))
 
 
-class Layout:
+class Facts:
+    """The counts of the layers of a layout, counted or estimated."""
+
+    _facts: dict[object, LayerCounts]  # kind of layer -> its counts
+
+    def kind(self, layer: int) -> object:
+        """Return a key that is equal for layers with equal rows, edges and exchanges."""
+        raise NotImplementedError
+
+    def _counted(self, layer: int) -> LayerCounts:
+        raise NotImplementedError
+
+    def facts(self, layer: int) -> LayerCounts:
+        """Return the counts of a layer over all ranks; layers of one `kind` share an object."""
+        if (kind := self.kind(layer)) not in self._facts:
+            self._facts[kind] = self._counted(layer)
+        return self._facts[kind]
+
+    def exchanges_rows(self, layer: int) -> bool:
+        """Whether ranks exchange rows before the layer."""
+        return bool(self.facts(layer).sends.any())
+
+
+class Layout(Facts):
     """The rows of every rank in every layer.
 
     owner: the rank that owns each vertex, int [N]. servers: the server of each rank, or another
@@ -170,7 +193,7 @@ class Layout:
     def _clear_caches(self) -> None:
         self._pieces: dict[tuple[int, object], RankLayer] = {}
         self._row_counts: dict[int, PerRank] = {}
-        self._facts: dict[object, LayerCounts] = {}
+        self._facts = {}
         self.__dict__.pop("_position", None)
 
     def recomputed(self, layer: int) -> bool:
@@ -178,7 +201,6 @@ class Layout:
         return layer - 1 < self.inside
 
     def kind(self, layer: int) -> object:
-        """Return a key that is equal for layers with equal rows, edges and exchanges."""
         return self._sizes(layer - 1), self._sizes(layer), self.recomputed(layer)
 
     def _sizes(self, h: int) -> PerRank:
@@ -383,12 +405,6 @@ class Layout:
         in_degree[rows] = degree
         return in_degree, np.bincount(columns, minlength=in_degree.size)
 
-    def facts(self, layer: int) -> LayerCounts:
-        """Return the counts of a layer over all ranks; layers of one `kind` share an object."""
-        if (kind := self.kind(layer)) not in self._facts:
-            self._facts[kind] = self._counted(layer)
-        return self._facts[kind]
-
     def _counted(self, layer: int) -> LayerCounts:
         pieces = [self.piece(rank, layer) for rank in range(self.ranks)]
         return LayerCounts(
@@ -397,10 +413,6 @@ class Layout:
             np.array([p.edges for p in pieces]),
             np.stack([p.received for p in pieces]).T,
         )
-
-    def exchanges_rows(self, layer: int) -> bool:
-        """Whether ranks exchange rows before the layer."""
-        return bool(self.facts(layer).sends.any())
 
     def preloaded(self) -> np.ndarray:
         """Return the feature rows that rank i sends to rank j once, before training [ranks, ranks].
