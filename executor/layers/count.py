@@ -118,35 +118,26 @@ class Work:
         self.gathers.append({"width": width, **sizes})
 
 
-@dataclass
-class Noted:
-    """Work and allocations of a layer on one block."""
-
-    structure: Work = field(default_factory=Work)
-    forward: Work = field(default_factory=Work)
-    backward: Work = field(default_factory=Work)
-    structure_bytes: int = 0  # allocated for the block's edges, and kept
-    products: list[dict[str, Any]] = field(default_factory=list)  # forward, by oneDNN
-    # part of the step -> (bytes allocated, or freed if negative; part that allocated them)
-    events: dict[str, list[tuple[int, str]]] = field(default_factory=lambda: defaultdict(list))
-    keeps_inputs: bool = False
-    reads_host: bool = False
-
-
 class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A recorder of operations, and of the allocation and release of their outputs."""
+    """A record of a layer's work on one block, and of the allocation and release of tensors."""
 
-    def __init__(self, noted: Noted) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.noted, self.known = noted, weakref.WeakSet[Any]()
-        self.part, self.work = "", noted.forward
+        self.structure, self.forward, self.backward = Work(), Work(), Work()
+        self.structure_bytes = 0  # allocated for the block's edges, and kept
+        self.products = list[dict[str, Any]]()  # forward, by oneDNN
+        # part of the step -> (bytes allocated, or freed if negative; part that allocated them)
+        self.events = defaultdict[str, list[tuple[int, str]]](list)
+        self.keeps_inputs = self.reads_host = False
+        self.known = weakref.WeakSet[Any]()
+        self.part, self.work = "", self.forward
         self.entered = kernel.entered  # the last `with kernel` block whose launch is counted
 
     @contextmanager
     def during(self, part: str) -> Iterator[None]:
         self.part = part
         direction = "backward" if part.endswith("backward") else "forward"
-        self.work = getattr(self.noted, "structure" if part == "structure" else direction)
+        self.work = getattr(self, "structure" if part == "structure" else direction)
         with self:
             yield
 
@@ -160,8 +151,8 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func.overloadpacket.__name__.split(".")[-1]
         casts = _casts(inputs, outputs[0]) if name.rstrip("_") in ARITHMETIC else []
         if self.part != "structure" and _reads_host(func, args):
-            self.noted.reads_host = True
-        events = self.noted.events[self.part]
+            self.reads_host = True
+        events = self.events[self.part]
         events += [(size, self.part) for size in casts]
         for tensor in outputs:
             storage = tensor.untyped_storage()
@@ -180,7 +171,7 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _record_allocation(self, storage: Any) -> None:
-        size, part, events = storage.nbytes(), self.part, self.noted.events
+        size, part, events = storage.nbytes(), self.part, self.events
         if not size:
             return
         self.known.add(storage)
@@ -204,10 +195,10 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name in PRODUCTS and len(operands) == 2:  # else one of them is sparse
             first, second = operands
             work.flops += 2.0 * max(first.shape[-1], VECTOR) * _padded(outputs[0])
-            if name == "_linear_pointwise" and work is self.noted.forward:
+            if name == "_linear_pointwise" and work is self.forward:
                 after = f"{'bias' if len(inputs) > 2 else ''} {args[3]}"
                 widths = {"h_in": first.shape[1], "h_out": len(second), "after": after}
-                self.noted.products.append({"rows": float(len(first)), **widths})
+                self.products.append({"rows": float(len(first)), **widths})
             work.gemm_bytes += _bytes(first) + _bytes(second) + _bytes(outputs[0])
         else:
             work.elementwise_bytes += sum(map(_bytes, [*inputs, *outputs]))
@@ -262,9 +253,9 @@ def count(
     for parameter in layer.parameters():
         parameter.grad = torch.zeros_like(parameter)
     _must_fit(layer, h_in, h_out, dtype)  # also triggers torch's one-time allocations
-    noted = [_note(layer, h_in, relu, varies, dtype, sizes) for sizes in SIZES]
-    works = [(note.structure, note.forward, note.backward) for note in noted]
-    if len({tuple(work.launches for work in each) for each in works}) > 1:
+    each = [_note(layer, h_in, relu, varies, dtype, sizes) for sizes in SIZES]
+    works = [(notes.structure, notes.forward, notes.backward) for notes in each]
+    if len({tuple(work.launches for work in of_block) for of_block in works}) > 1:
         raise Unmeasured("the number of operations depends on the size of the block")
 
     table = torch.zeros(1, h_in, dtype=dtype)
@@ -277,26 +268,26 @@ def count(
         gathered=gathered,
         weights=sum(parameter.numel() for parameter in layer.parameters()),
         by_column=sum(layer.get_parameter(name).numel() // h_in for name in layer.by_columns),
-        keeps_inputs=noted[0].keeps_inputs,
-        reads_host=any(note.reads_host for note in noted),
-        **_fitted([_observed(note) for note in noted], ""),
+        keeps_inputs=each[0].keeps_inputs,
+        reads_host=any(notes.reads_host for notes in each),
+        **_fitted([_observed(notes) for notes in each], ""),
     )
 
 
-def _observed(note: Noted) -> dict[str, Any]:
+def _observed(notes: Notes) -> dict[str, Any]:
     """Return the fields of Counted that depend on the block's size."""
 
     def events(*parts: str) -> list[dict[str, Any]]:
-        born = [event for part in parts for event in note.events[part]]
+        born = [event for part in parts for event in notes.events[part]]
         return [{"bytes": float(n), "of_gather": by.startswith("gather")} for n, by in born]
 
     return {
-        "products": note.products,
-        "forward": vars(note.forward),
-        "backward": vars(note.backward),
+        "products": notes.products,
+        "forward": vars(notes.forward),
+        "backward": vars(notes.backward),
         "forward_events": events("gather", "update"),
         "backward_events": events("update backward", "gather backward"),
-        "structure": {"kept": float(note.structure_bytes), "work": vars(note.structure)},
+        "structure": {"kept": float(notes.structure_bytes), "work": vars(notes.structure)},
     }
 
 
@@ -340,7 +331,7 @@ def _note(
     varies: bool,
     dtype: torch.dtype,
     sizes: tuple[int, int, int],
-) -> Noted:
+) -> Notes:
     """Run the layer forward and backward on one block, and return the record."""
     rows, sources, edges = sizes
     block = block_of(layer, rows, sources, edges, dtype)
@@ -348,20 +339,19 @@ def _note(
     moments: Tensor | None = None
     if isinstance(getattr(layer, "norm", None), BatchNorm):
         moments = torch.stack([torch.zeros(h_in), torch.ones(h_in)]).to(dtype)
-    noted = Noted()
-    notes = Notes(noted)
+    notes = Notes()
     is_collecting = gc.isenabled()
     gc.disable()
 
     def saved(tensor: Tensor) -> Tensor:
         is_input = tensor.untyped_storage().data_ptr() == leaf.untyped_storage().data_ptr()
-        noted.keeps_inputs = noted.keeps_inputs or is_input
+        notes.keeps_inputs = notes.keeps_inputs or is_input
         return tensor
 
     try:
         if layer.reads_whole:
             with notes.during("structure"):
-                noted.structure_bytes = layer.open(block)
+                notes.structure_bytes = layer.open(block)
             leaf = x.requires_grad_(varies)
             drop = Drop(vertices=torch.arange(sources))
             with saved_tensors_hooks(saved, lambda tensor: tensor), notes.during("update"):
@@ -390,7 +380,7 @@ def _note(
         if is_collecting:
             gc.enable()
     notes.part = "after"
-    return noted
+    return notes
 
 
 def block_of(layer: Layer, rows: int, sources: int, edges: int, dtype: torch.dtype) -> Block:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR, StepLR
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gnnplan.executor.layers.count import Noted, Notes
+from gnnplan.executor.layers.count import Notes
 from gnnplan.executor.layers.kernels import (
     Block,
     MixedWidth,
@@ -330,14 +330,14 @@ def test_its_work_is_what_torch_counts(codec, width_of, dtype):
     """Element-wise bytes, without the hash, picking rows, and rows' ways back to their places."""
     width, count = 256, 1000
     rows, ids = torch.randn(count, width, dtype=dtype), torch.arange(count)
-    item, packing, hashing, unpacking = rows.element_size(), Noted(), Noted(), Noted()
-    with Notes(packing).during("forward"):
+    item, packing, hashing, unpacking = rows.element_size(), Notes(), Notes(), Notes()
+    with packing.during("forward"):
         packed = width_of.pack(rows, None, ids, 0)
-    with Notes(hashing).during("forward"):
+    with hashing.during("forward"):
         mix(ids[:, None] + torch.arange(1, width // 4 + 1) * GOLDEN)
-    with Notes(unpacking).during("forward"):
+    with unpacking.during("forward"):
         width_of.unpack(packed, torch.empty_like(rows))
-    counted = [noted.forward.elementwise_bytes for noted in (packing, hashing, unpacking)]
+    counted = [notes.forward.elementwise_bytes for notes in (packing, hashing, unpacking)]
     (work,) = codec.pack(count, width, item, picked=False)
     assert work.elementwise_bytes == pytest.approx(counted[0] - counted[1], rel=0.05)
     (work,) = codec.unpack(count, width, item, added=False)

@@ -15,7 +15,7 @@ import torch
 from counting import multiply
 from nightly import covered
 
-from gnnplan.executor.layers.count import SIZES, Noted, Notes, Work, block_of, factors_of
+from gnnplan.executor.layers.count import SIZES, Notes, Work, block_of, factors_of
 from gnnplan.executor.layers.kernels import Shapes, backward, dropout
 from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.layers.models import BatchNorm, Net
@@ -33,7 +33,7 @@ WIDE = 8
 HEADS = 2
 
 
-def noted_on(case: Case, model: Model, net: Net, sizes: tuple[int, int, int]) -> Noted:
+def noted_on(case: Case, model: Model, net: Net, sizes: tuple[int, int, int]) -> Notes:
     """The layer on a block, forward and backward.
 
     Only the forward pass goes by pieces: the pieces of the backward pass are small here, and to add
@@ -49,8 +49,7 @@ def noted_on(case: Case, model: Model, net: Net, sizes: tuple[int, int, int]) ->
     initial.grad = torch.zeros_like(initial)  # other layers have added theirs
     moments = torch.ones(2, width, requires_grad=True) if norm else None
     drop, own = dropped(case, len(x)), x.detach()[:rows]
-    noted = Noted()
-    notes = Notes(noted)
+    notes = Notes()
     with Shapes.varying(case.in_pieces), notes.during("forward"):
         if norm:
             norm.sums(own)
@@ -74,7 +73,7 @@ def noted_on(case: Case, model: Model, net: Net, sizes: tuple[int, int, int]) ->
     if moments is not None:
         with notes.during("backward"):
             x.grad[:rows] += BatchNorm.home(own, moments.detach(), moments.grad, 9)
-    return noted
+    return notes
 
 
 def dropped(case: Case, rows: int) -> Drop:
@@ -260,20 +259,18 @@ def ends(case: Case, rows: int) -> list[tuple[float, float]]:
         parameter.grad = torch.zeros_like(parameter)
     x, h = torch.randn(rows, width), torch.randn(rows, width, requires_grad=True)
     own, moments = h.detach(), torch.ones(2, width, requires_grad=True) if norm else None
-    encoder, decoder = Noted(), Noted()
-    notes = Notes(encoder)
-    with Shapes.varying(case.in_pieces), notes.during("forward"):
+    encoder, decoder = Notes(), Notes()
+    with Shapes.varying(case.in_pieces), encoder.during("forward"):
         out = net.encode(x, drop)
     gradient, of_initial = torch.ones_like(out), torch.ones_like(out)
-    with notes.during("backward"):
+    with encoder.during("backward"):
         backward([out], [gradient + of_initial if net.initial else gradient])
-    notes = Notes(decoder)
-    with Shapes.varying(case.in_pieces), notes.during("forward"):
+    with Shapes.varying(case.in_pieces), decoder.during("forward"):
         if norm:
             norm.sums(own)
         out = net.decode(h, drop, moments)
     gradient = torch.ones_like(out)
-    with notes.during("backward"):
+    with decoder.during("backward"):
         backward([out], [gradient])
         if moments is not None:
             h.grad[:rows] += BatchNorm.home(own, moments.detach(), moments.grad, 9)
