@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 from gnnplan.planner.gnn.kinds import (
     KINDS,
@@ -64,8 +65,24 @@ MASKED, MASKED_IN_PASSING = 6.25, 2.0
 BIAS: Both = (2, 1)
 RELU: Both = (2, 3)
 SCALED = 2  # multiplication by a number, or addition of one
-PAIRS_GATHERED = 2.0  # GATv2's backward pass on GPUs gathers the rows of edges once more
 COPY = 2  # copy of rows into place, for example of gradients computed block by block
+
+
+class Attention(NamedTuple):
+    """The work of attention over edges, without logits and softmax, (forward, backward)."""
+
+    sums: tuple[int, int]  # sums over edges
+    over_z: Both  # passes over the sources' z
+    over_rows: Both  # .. over the rows of the sum
+    over_edges: Both = (0, 0)  # .. over a row of z per edge
+
+
+# on CPUs, on GPUs; GATv2's backward pass on GPUs gathers the rows of edges once more
+GAT = Attention((1, 2), (2, 12), (5, 14)), Attention((1, 2), (2, 8), (5, 14))
+GATV2 = (
+    Attention((3, 8), (2, 26), (2, 12), (3, 4)),
+    Attention((3, 6), (2, 6), (2, 9), (0, 2)),
+)
 
 
 class Operations(Trace):
@@ -278,31 +295,19 @@ class Operations(Trace):
 
     def aggregate(self, x: TensorAmount, times: int = 1) -> TensorAmount:
         """Record a weighted sum over edges; times 0: its work is counted elsewhere."""
-        self.sums(int(x.width), times, times * x.varies)
-        out = self.new(ROWS, x.width, x.varies)
-        return self.record(out, (x,), temporaries=(self._bag(x.rows) + self._rounded,))
+        return self.aggregate_with_own(x, times)[0]
 
     def aggregate_with_own(
         self, x: TensorAmount, times: int = 1
     ) -> tuple[TensorAmount, TensorAmount]:
-        """Record `aggregate` and a view of the own rows, whose gradient is added to the sums'."""
+        """Record `aggregate`, and a view of the own rows, whose gradient is added to the sums'."""
         self.sums(int(x.width), times, times * x.varies)
-        out, own = (
-            self.new(ROWS, x.width, x.varies),
-            TensorAmount(OWN, x.width, x.varies, view_of=x),
-        )
-        self.passes(0, SUM * x.varies, out)
-        self.record(out, (x,), also=(own,), temporaries=(self._bag(x.rows) + self._rounded,))
+        out = self.new(ROWS, x.width, x.varies)
+        own = TensorAmount(OWN, x.width, x.varies, view_of=x)
+        # on CPUs what embedding_bag keeps; and edge weights, copied in the precision of rows
+        kept = x.rows * BAG * (not self.setting.on_gpu) + EDGES * self.setting.unrounded
+        self.record(out, (x,), also=(own,), temporaries=(kept,))
         return out, own
-
-    def _bag(self, rows: Amount) -> Amount:
-        """Return the memory that embedding_bag keeps for source rows on CPUs [B]."""
-        return rows * BAG * (not self.setting.on_gpu)
-
-    @property
-    def _rounded(self) -> Amount:
-        """Memory of a copy of edge weights in the precision of rows [B]; 0 if not rounded."""
-        return EDGES * self.setting.unrounded
 
     def softmax_aggregate(self, x: TensorAmount) -> TensorAmount:
         """Record the mean of messages weighted by their softmax, a ratio of two sums over edges."""
@@ -326,54 +331,58 @@ class Operations(Trace):
 
     def attend(self, x: TensorAmount, heads: int) -> TensorAmount:
         """Record GAT's sum of z weighted by the softmax of logits; x is [z | logits]."""
-        setting, h_out, itemsize = self.setting, int(x.width) - heads, self.setting.itemsize
-        self.sums(h_out, 1, 2)
-        self._weigh(heads)
-        z, sums = TensorAmount(x.rows, h_out, True, view_of=x), TensorAmount(ROWS, h_out, True)
-        self.passes(2, 8 if setting.on_gpu else 12, z)
-        self.passes(5, 14, sums)
-        z_bytes, weights = self.size(x.rows, h_out), EDGES * heads
+        z = TensorAmount(x.rows, int(x.width) - heads, True, view_of=x)
+        z_bytes = self.size(z.rows, z.width)
         # The gradients of z and of both logits are concatenated.
         self.record(z, (x,), temporaries=(z_bytes,))
-        out = self.new(ROWS, h_out, True)
-        if setting.on_gpu:
-            kept = ROWS * heads * setting.weight_itemsize
-            temporaries = [out.held + weights * setting.weight_itemsize]
-        else:  # weights and the signs of logits are kept
-            kept = (itemsize + 1) * weights
-            products, added = self._head_temporaries(z, heads)
-            # z's gradient comes after the logits' gradients
-            temporaries = [products - z_bytes, added]
-        return self.record(out, (z,), (x, out), kept, temporaries=tuple(temporaries))
+        products, added = self._head_temporaries(z, heads)
+        # z's gradient comes after the logits' gradients
+        temporaries = products - z_bytes, added
+        # weights and the signs of logits
+        kept = (self.setting.itemsize + 1) * heads * EDGES
+        return self._attended(x, z, z, heads, GAT[self.setting.on_gpu], kept, temporaries)
 
     def attend_pairs(self, x: TensorAmount, heads: int) -> TensorAmount:
         """Record GATv2's sum of z weighted by a softmax of logits. x is [z | r]; the logit of an
         edge is computed from the sum of the source's z and the destination's r."""
-        setting, h_out, itemsize = self.setting, int(x.width) // 2, self.setting.itemsize
-        z, sums, pairs = (TensorAmount(rows, h_out, True) for rows in (x.rows, ROWS, EDGES))
-        self._weigh(heads)
-        self.sums(h_out, 3, 6 if setting.on_gpu else 8)
-        self.passes(2, 6 if setting.on_gpu else 26, z)
-        self.passes(2, 9 if setting.on_gpu else 12, sums)
-        forward, backward = (0, PAIRS_GATHERED) if setting.on_gpu else (3, 4)
-        self.passes(forward, backward, pairs)
-        out, weights = self.new(ROWS, h_out, True), EDGES * heads
-        if setting.on_gpu:
-            kept = ROWS * heads * setting.weight_itemsize
-            temporaries = [out.held + weights * setting.weight_itemsize]
-        else:
-            kept = itemsize * weights
-            edges = EDGES.at_most(max(1, EDGE_NUMBERS["cpu"] // h_out))
-            block = self.size(edges, h_out) + edges * INDEX  # rows of edges, and their places
-            # positions of both ends' rows; products of gradients and rows
-            by_source, (products, added) = EDGES * INDEX, self._head_temporaries(z, heads)
-            temporaries = [
-                products,
-                itemsize * weights + EDGES * 3 * INDEX + 3 * block,
-                itemsize * weights + by_source + self.size(x.rows, h_out),
-                by_source + added,
-            ]
-        return self.record(out, (x,), (x, out), kept, temporaries=tuple(temporaries))
+        z = TensorAmount(x.rows, int(x.width) // 2, True)
+        edges = EDGES.at_most(max(1, EDGE_NUMBERS["cpu"] // int(z.width)))
+        block = self.size(edges, z.width) + edges * INDEX  # rows of edges, and their places
+        weights = self.setting.itemsize * heads * EDGES
+        # positions of both ends' rows; products of gradients and rows
+        by_source, (products, added) = EDGES * INDEX, self._head_temporaries(z, heads)
+        temporaries = (
+            products,
+            weights + EDGES * 3 * INDEX + 3 * block,
+            weights + by_source + self.size(z.rows, z.width),
+            by_source + added,
+        )
+        return self._attended(x, x, z, heads, GATV2[self.setting.on_gpu], weights, temporaries)
+
+    def _attended(
+        self,
+        x: TensorAmount,
+        read: TensorAmount,
+        z: TensorAmount,
+        heads: int,
+        work: Attention,
+        kept: Amount,
+        temporaries: tuple[Amount, ...],
+    ) -> TensorAmount:
+        """Record the sum of z, weighted by the softmax of logits of `read`, which is x or in it.
+
+        kept, temporaries: those on CPUs; a GPU keeps a number per row and head."""
+        out = self.new(ROWS, z.width, True)
+        self.sums(int(z.width), *work.sums)
+        for pass_work in (self.forward, self.backward):
+            pass_work.add(attention_edges=float(heads) * EDGES)
+        self.passes(*work.over_z, z)
+        self.passes(*work.over_rows, out)
+        self.passes(*work.over_edges, TensorAmount(EDGES, z.width, True))
+        if self.setting.on_gpu:
+            size = self.setting.weight_itemsize * heads
+            kept, temporaries = ROWS * size, (out.held + EDGES * size,)
+        return self.record(out, (read,), (x, out), kept, temporaries=temporaries)
 
     def _head_temporaries(self, z: TensorAmount, heads: int) -> list[Amount]:
         """Return consecutive temporaries of one head's backward pass, with the gradients of all
@@ -385,10 +394,6 @@ class Operations(Trace):
             logits + rows + gradient + EDGES * LONG,
             logits + rows + gradient + EDGES * itemsize,
         ]
-
-    def _weigh(self, heads: int) -> None:
-        for work in (self.forward, self.backward):
-            work.add(attention_edges=float(heads) * EDGES)
 
 
 # -- layers ----------------------------------------------------------------------------------------
@@ -482,7 +487,9 @@ def _gather(
     if adds and (setting.cached or setting.apart):
         return TensorAmount(ROWS, spec.h_in, setting.varies), own
     if kind.projects_own and adds and not setting.own_in_place:
-        return ops.aggregate_with_own(prepared, spec.sums)
+        gathered, own = ops.aggregate_with_own(prepared, spec.sums)
+        ops.passes(0, SUM * own.varies, gathered)
+        return gathered, own
     rows = prepared
     if spec.projects_first:
         rows = kind.project(ops, spec, rows)
