@@ -19,6 +19,7 @@ Shapes: R destinations, S sources, E edges; H numbers a row, which are heads x W
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import gcd
 from typing import Any
 
@@ -269,54 +270,6 @@ def _head_shape(width: int, x: Tensor) -> tuple[int, int, tl.dtype, int]:
     return columns, edges, _sum_of(x), warps
 
 
-def _attended(
-    block: Block, z: Tensor, source: Tensor | None, reader: Tensor, vectors: Tensor | None,
-    heads: int, slope: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the sums [R, H], and the logarithm of each sum of exponentials [R, heads]."""
-    width = z.shape[1] // heads
-    columns, edges, sums, warps = _head_shape(width, z)
-    out, total = z.new_empty(block.n_dst, z.shape[1]), _wide(z, block.n_dst, heads)
-    if out.numel():
-        _attend[(block.n_dst * heads,)](
-            block.indptr, block.indices, *_strided(z, source, reader), vectors, out, total,
-            width, heads, slope, columns, edges, sums, num_warps=warps,
-        )  # fmt: skip
-    return out, total
-
-
-def _attended_home(
-    block: Block, z: Tensor, source: Tensor | None, reader: Tensor, vectors: Tensor | None,
-    heads: int, slope: float, out: Tensor, total: Tensor, gradient: Tensor,
-    to_z: Tensor, to_reader: Tensor,
-) -> Tensor:  # fmt: skip
-    """Compute the gradients of `_attended`: fill to_z [S, H] and to_reader [R, .].
-
-    Returns the gradient of source [S, heads], or of vectors [heads, W].
-    """
-    width, gradient = z.shape[1] // heads, gradient.contiguous()
-    columns, edges, sums, warps = _head_shape(width, z)
-    inner = (gradient * out).view(block.n_dst, heads, width).sum(2, dtype=total.dtype)
-    to_logit, to_source = _wide(z, block.edges, heads), z.new_empty(block.n_src, heads)
-    shape = (width, heads, slope, columns, edges, sums)
-    if block.n_src:
-        _attend_home[(block.n_src * heads,)](
-            block.t_indptr, block.t_indices, block.order, *_strided(z, source, reader), vectors,
-            total, gradient, inner, to_z, to_z.stride(0), to_source, to_logit,
-            *shape, num_warps=warps,
-        )  # fmt: skip
-    if vectors is None:
-        to_reader.copy_(torch.segment_reduce(to_logit, "sum", offsets=block.indptr, unsafe=True))
-        return to_source
-    programs = min(PROGRAMS, max(block.n_dst, 1))
-    to_vectors = _wide(z, programs, heads, width)
-    _pairs_home[(programs, heads)](
-        block.indptr, block.indices, z, z.stride(0), reader, reader.stride(0), vectors, to_logit,
-        to_reader, to_reader.stride(0), to_vectors, block.n_dst, *shape, num_warps=warps,
-    )  # fmt: skip
-    return to_vectors.sum(0).to(vectors.dtype)
-
-
 def _wide(x: Tensor, *shape: int) -> Tensor:
     """Allocate numbers of the type in which rows are summed."""
     return x.new_empty(shape, dtype=torch.promote_types(x.dtype, torch.float32))
@@ -331,63 +284,72 @@ def _strided(
 
 def attend(block: Block, z: Tensor, of_source: Tensor, of_reader: Tensor, slope: float) -> Tensor:
     """Compute attention.attend for all heads together."""
-    out: Tensor = _Attend.apply(*map(_by_rows, (z, of_source, of_reader)), block, slope)
+    out: Tensor = _Attend.apply(*map(_by_rows, (z, of_source, of_reader)), None, block, slope)
     return out
-
-
-class _Attend(torch.autograd.Function):
-    """Autograd of `attend`; logits are recomputed in the backward pass."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, z: Tensor, of_source: Tensor, of_reader: Tensor, block: Block, slope: float
-    ) -> Tensor:
-        ctx.block, ctx.slope, heads = block, slope, of_source.shape[1]
-        out, total = _attended(block, z, of_source, of_reader, None, heads, slope)
-        ctx.save_for_backward(z, of_source, of_reader, out, total)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        z, of_source, of_reader, out, total = ctx.saved_tensors
-        to_z, to_reader = torch.empty_like(z), torch.empty_like(of_reader)
-        to_source = _attended_home(
-            ctx.block, z, of_source, of_reader, None, of_source.shape[1], ctx.slope,
-            out, total, grad, to_z, to_reader,
-        )  # fmt: skip
-        return to_z, to_source, to_reader, None, None
 
 
 def attend_pairs(block: Block, rows: Tensor, vectors: Tensor, slope: float) -> Tensor:
     """Compute attention.attend_pairs for all heads together."""
-    out: Tensor = _AttendPairs.apply(_by_rows(rows), vectors.contiguous(), block, slope)
+    out: Tensor = _Attend.apply(_by_rows(rows), None, None, vectors.contiguous(), block, slope)
     return out
 
 
-class _AttendPairs(torch.autograd.Function):
-    """Autograd of `attend_pairs`; logits are recomputed in the backward pass."""
+def _ends(rows: Tensor, reader: Tensor | None) -> Sequence[Tensor]:
+    """Return z and what readers have: their logits, or else (GATv2) the second half of rows."""
+    return rows.chunk(2, 1) if reader is None else (rows, reader)
+
+
+class _Attend(torch.autograd.Function):
+    """Autograd of `attend` and `attend_pairs`; logits are recomputed in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, vectors: Tensor, block: Block, slope: float) -> Tensor:
-        ctx.block, ctx.slope = block, slope
-        z, of_reader = rows.chunk(2, 1)
-        out, total = _attended(block, z, None, of_reader, vectors, len(vectors), slope)
-        ctx.save_for_backward(rows, vectors, out, total)
+    def forward(
+        ctx: Any, rows: Tensor, source: Tensor | None, reader: Tensor | None,
+        vectors: Tensor | None, block: Block, slope: float,
+    ) -> Tensor:  # fmt: skip
+        z, of_reader = _ends(rows, reader)
+        heads = source.shape[1] if vectors is None else len(vectors)  # type: ignore[union-attr]
+        width = z.shape[1] // heads
+        columns, edges, sums, ctx.warps = _head_shape(width, z)
+        ctx.block, ctx.shape = block, (width, heads, slope, columns, edges, sums)
+        # the logarithm of each sum of exponentials
+        out, total = z.new_empty(block.n_dst, z.shape[1]), _wide(z, block.n_dst, heads)
+        if out.numel():
+            _attend[(block.n_dst * heads,)](
+                block.indptr, block.indices, *_strided(z, source, of_reader), vectors, out, total,
+                *ctx.shape, num_warps=ctx.warps,
+            )  # fmt: skip
+        ctx.save_for_backward(rows, source, reader, vectors, out, total)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows, vectors, out, total = ctx.saved_tensors
-        (z, of_reader), to_rows = rows.chunk(2, 1), torch.empty_like(rows)
-        to_z, to_reader = to_rows.chunk(2, 1)
-        to_reader[ctx.block.n_dst :] = 0.0
-        to_vectors = _attended_home(
-            ctx.block, z, None, of_reader, vectors, len(vectors), ctx.slope,
-            out, total, grad, to_z, to_reader,
+        rows, source, reader, vectors, out, total = ctx.saved_tensors
+        block, shape, warps, grad = ctx.block, ctx.shape, ctx.warps, grad.contiguous()
+        (z, of_reader), to_rows = _ends(rows, reader), torch.empty_like(rows)
+        to_z, to_reader = _ends(to_rows, reader)
+        width, heads, *_ = shape
+        inner = (grad * out).view(block.n_dst, heads, width).sum(2, dtype=total.dtype)
+        to_logit, to_source = _wide(z, block.edges, heads), z.new_empty(block.n_src, heads)
+        if block.n_src:
+            _attend_home[(block.n_src * heads,)](
+                block.t_indptr, block.t_indices, block.order, *_strided(z, source, of_reader),
+                vectors, total, grad, inner, to_z, to_z.stride(0), to_source, to_logit,
+                *shape, num_warps=warps,
+            )  # fmt: skip
+        if vectors is None:
+            of_edges = torch.segment_reduce(to_logit, "sum", offsets=block.indptr, unsafe=True)
+            return to_rows, to_source, of_edges.to(reader.dtype), None, None, None
+        to_reader[block.n_dst :] = 0.0
+        programs = min(PROGRAMS, max(block.n_dst, 1))
+        to_vectors = _wide(z, programs, heads, width)
+        _pairs_home[(programs, heads)](
+            block.indptr, block.indices, z, z.stride(0), of_reader, of_reader.stride(0), vectors,
+            to_logit, to_reader, to_reader.stride(0), to_vectors, block.n_dst,
+            *shape, num_warps=warps,
         )  # fmt: skip
-        return to_rows, to_vectors, None, None
+        return to_rows, None, None, to_vectors.sum(0).to(vectors.dtype), None, None
 
 
 # -- dropout ---------------------------------------------------------------------------------------
