@@ -71,6 +71,20 @@ def _rows(x, stride, which, column, mask, SUM: tl.constexpr):
     return tl.load(x + place, mask=mask, other=0.0).to(SUM)
 
 
+@triton.jit
+def _edges_from(
+    first, end, indices, x, stride, column, inside, EDGES: tl.constexpr, SUM: tl.constexpr
+):
+    """Load the edges `first` .. end - 1, at most EDGES, and columns of the rows that they read.
+
+    Returns the edges' places, which of them are edges, the rows' numbers, a mask, and the rows."""
+    edge = first + tl.arange(0, EDGES)
+    is_edge = edge < end
+    which = tl.load(indices + edge, mask=is_edge, other=0)
+    mask = is_edge[:, None] & inside[None, :]
+    return edge, is_edge, which, mask, _rows(x, stride, which, column, mask, SUM)
+
+
 # -- sums over edges -------------------------------------------------------------------------------
 
 
@@ -85,10 +99,9 @@ def _spmm(
     total = tl.zeros([COLUMNS], SUM)
     end = tl.load(indptr + row + 1)
     for first in range(tl.load(indptr + row), end, EDGES):
-        edge = first + tl.arange(0, EDGES)
-        is_edge = edge < end
-        source = tl.load(indices + edge, mask=is_edge, other=0)
-        rows = _rows(x, stride, source, column, is_edge[:, None] & inside[None, :], SUM)
+        edge, is_edge, _, _, rows = _edges_from(
+            first, end, indices, x, stride, column, inside, EDGES, SUM
+        )
         if weight is not None:
             rows *= tl.load(weight + edge, mask=is_edge, other=0.0).to(SUM)[:, None]
         total += tl.sum(rows, 0)
@@ -151,11 +164,9 @@ def _attend(
     sums = tl.zeros([COLUMNS], SUM)
     end = tl.load(indptr + row + 1)
     for first in range(tl.load(indptr + row), end, EDGES):
-        edge = first + tl.arange(0, EDGES)
-        is_edge = edge < end
-        which = tl.load(indices + edge, mask=is_edge, other=0)
-        mask = is_edge[:, None] & inside[None, :]
-        rows = _rows(z, stride, which, head * WIDTH + column, mask, SUM)
+        _, is_edge, which, _, rows = _edges_from(
+            first, end, indices, z, stride, head * WIDTH + column, inside, EDGES, SUM
+        )
         if vectors is None:
             place = source + which.to(tl.int64) * stride_source + head
             logit = tl.load(place, mask=is_edge, other=0.0).to(SUM) + of_reader
@@ -197,11 +208,9 @@ def _attend_home(
     sums, total = tl.zeros([COLUMNS], SUM), tl.zeros([], SUM)
     end = tl.load(indptr + row + 1)
     for first in range(tl.load(indptr + row), end, EDGES):
-        edge = first + tl.arange(0, EDGES)
-        is_edge = edge < end
-        which = tl.load(indices + edge, mask=is_edge, other=0)
-        mask = is_edge[:, None] & inside[None, :]
-        rows = _rows(gradient, HEADS * WIDTH, which, of_head, mask, SUM)
+        edge, is_edge, which, mask, rows = _edges_from(
+            first, end, indices, gradient, HEADS * WIDTH, of_head, inside, EDGES, SUM
+        )
         of_row = which.to(tl.int64) * HEADS + head
         if vectors is None:
             place = reader + which.to(tl.int64) * stride_reader + head
@@ -247,11 +256,10 @@ def _pairs_home(
         sums = tl.zeros([COLUMNS], SUM)
         end = tl.load(indptr + row + 1)
         for first in range(tl.load(indptr + row), end, EDGES):
-            edge = first + tl.arange(0, EDGES)
-            is_edge = edge < end
-            which = tl.load(indices + edge, mask=is_edge, other=0)
-            mask = is_edge[:, None] & inside[None, :]
-            pair = _rows(z, stride, which, of_head, mask, SUM) + of_reader[None, :]
+            edge, is_edge, _, _, rows = _edges_from(
+                first, end, indices, z, stride, of_head, inside, EDGES, SUM
+            )
+            pair = rows + of_reader[None, :]
             of_edge = to_logit + edge.to(tl.int64) * HEADS + head
             through = tl.load(of_edge, mask=is_edge, other=0.0).to(SUM)
             slopes = tl.where(pair > 0, 1.0, slope) * through[:, None]
