@@ -405,7 +405,12 @@ def check_parts(parts: int, vertices: int, what: str) -> None:
 # directions together; and `edge` adds both loads, each scaled to the same sum.
 
 
-SPLITTERS = ("gsplit", "node", "edge", "random")
+SPLITTERS = {  # with what they balance
+    "gsplit": "METIS on pre-sampled weights",
+    "node": "METIS on weights of vertices only",
+    "edge": "METIS without pre-sampling",
+    "random": "without METIS",
+}
 EPOCHS = 10  # of pre-sampling, as in the paper
 FINEST, LOOSEST = 0.001, 10.0  # allowed imbalances; ufactor is a whole number of thousandths
 BEFORE = 1 << 20  # the first epoch number of pre-sampling; training never reaches it

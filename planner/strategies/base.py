@@ -15,10 +15,11 @@ A strategy is a frozen dataclass of knobs and holds no state. Most methods take 
 from __future__ import annotations
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import numpy as np
 
@@ -36,6 +37,7 @@ from gnnplan.planner.strategies.program.account import Resident as Resident
 from gnnplan.planner.strategies.program.price import setup_s
 from gnnplan.planner.strategies.program.program import Program, build_schedule, traffic
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import likeliest
 from gnnplan.planner.vocabulary.numbers import Number, PerRank, RankMatrix
 from gnnplan.planner.vocabulary.schedule import Schedule
 from gnnplan.planner.vocabulary.text import show_knob
@@ -62,6 +64,22 @@ class Example:
     servers: int = 1
 
 
+class Range(NamedTuple):
+    """The rule of a knob that is a number, or None."""
+
+    meaning: str
+    least: float
+    most: float = math.inf
+
+    def __str__(self) -> str:
+        to = "or more" if self.most == math.inf else f"to {self.most:,.9g}"
+        return f"{self.meaning}, {self.least:,.9g} {to}"
+
+
+# knob -> the rule of its value: a range, or words, each with its meaning
+Rules = Mapping[str, Range | Mapping[str, str]]
+
+
 def settled(knob: T | None) -> T:
     """Return the value of a knob that `Strategy.settle` has set."""
     assert knob is not None
@@ -76,6 +94,7 @@ class Strategy(ABC):
     mode: ClassVar[str] = "full"  # 'full': trains on the full graph; 'mini': on mini-batches
     # published name of a variant -> the knobs that the name sets
     names: ClassVar[Mapping[str, Mapping[str, object]]] = {}
+    allowed: ClassVar[Rules] = {}  # the rules of knobs that do not depend on the problem
     rounds_rows: ClassVar[bool] = False  # whether it can train with rounded rows (ROUNDING)
     # module that trains the strategy, by open_worker(rank, problem, strategy, first) -> Worker
     executor: ClassVar[str]
@@ -169,7 +188,8 @@ class Strategy(ABC):
         return True
 
     def check_mode(self, problem: Problem) -> None:
-        """Raise SpecError if the strategy does not support the workload's mode or dtype."""
+        """Raise SpecError if the strategy does not support the workload's mode or dtype, or a value
+        of a knob is not `allowed`."""
         if self.mode != problem.workload.mode:
             trains_on = {"mini": "mini-batches", "full": "the full graph"}[self.mode]
             raise SpecError(
@@ -183,6 +203,25 @@ class Strategy(ABC):
                 f"{self.name} has no rows in {precision.name} (dtype: {precision.name}); use"
                 f" {ROUNDING[self.mode]}, or --dtype float32"
             )
+        for knob, rule in self.allowed.items():
+            self._check_knob(knob, getattr(self, knob), rule)
+
+    def _check_knob(self, knob: str, value: Any, rule: Range | Mapping[str, str]) -> None:
+        """Raise SpecError if a knob's value breaks its rule."""
+        if isinstance(rule, Range):
+            if value is None or rule.least <= value <= rule.most:
+                return
+            says, near = str(rule), ""
+        else:
+            if value in rule:
+                return
+            *others, last = (f"{word!r} ({meaning})" for word, meaning in rule.items())
+            says, near = f"{', '.join(others)} or {last}", likeliest(value, rule)
+        use = near or getattr(type(self), knob)
+        raise SpecError(
+            f"{self.name}: {knob} is {says}, not {value!r};"
+            f" {'leave it out' if use is None else f'use {knob}={use!r}'}"
+        )
 
     def check_vertices(self, problem: Problem) -> None:
         """Raise SpecError if there are more ranks than vertices."""

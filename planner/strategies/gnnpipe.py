@@ -64,7 +64,7 @@ from dataclasses import dataclass, replace
 from functools import partial, reduce
 from itertools import accumulate, pairwise
 from operator import add
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 import numpy as np
 
@@ -79,7 +79,15 @@ from gnnplan.planner.gnn.model import (
 )
 from gnnplan.planner.ownership.layout import ChunkCounts
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.base import Example, Memory, Resident, Strategy, settled
+from gnnplan.planner.strategies.base import (
+    Example,
+    Memory,
+    Range,
+    Resident,
+    Rules,
+    Strategy,
+    settled,
+)
 from gnnplan.planner.strategies.program.account import machine_code
 from gnnplan.planner.strategies.program.program import (
     AllReduce,
@@ -134,6 +142,11 @@ class GNNPipe(Strategy):
     checkpoint: bool = False
     bits: int | str | None = None
 
+    allowed: ClassVar[Rules] = {
+        "stages": Range("a number of stages", 1),
+        "chunks": Range("a number of chunks", 1, MOST_CHUNKS),
+        "period": Range("the paper's alpha (1: the history is the last epoch's)", 1),
+    }
     family = "gnnpipe"
     rounds_rows = True
     executor = "gnnplan.executor.strategies.gnnpipe"
@@ -196,11 +209,6 @@ class GNNPipe(Strategy):
         stages, chunks = settled(self.stages), settled(self.chunks)
         per_stage = self.layers_per_stage
         layers, vertices = problem.workload.layers, problem.stats.vertices
-        if stages < 1 or chunks < 1:
-            raise SpecError(
-                f"gnnpipe: stages and chunks are at least 1 (stages: {stages}, chunks:"
-                f" {chunks}); leave them out"
-            )
         if stages > layers:
             raise SpecError(
                 f"gnnpipe needs a layer per stage (layers: {layers}, stages: {stages}); use"
@@ -214,11 +222,6 @@ class GNNPipe(Strategy):
                 f"gnnpipe gives every stage equally many ranks (stages: {stages}, ranks:"
                 f" {problem.ranks}); use stages in {{{fit}}} or --ranks"
                 f" {stages * max(1, problem.ranks // stages)}"
-            )
-        if chunks > MOST_CHUNKS:
-            raise SpecError(
-                f"gnnpipe: at most {MOST_CHUNKS:,} chunks are planned (chunks: {chunks:,});"
-                " use fewer, as 4 per rank"
             )
         if chunks > vertices:
             raise SpecError(
@@ -253,11 +256,6 @@ class GNNPipe(Strategy):
             raise SpecError(
                 "gnnpipe: historical_gradients would pass through a norm or ReLU at rows that no"
                 " longer exist; use historical_gradients=False, or a model without norm"
-            )
-        if self.period < 1:
-            raise SpecError(
-                "gnnpipe: period (alpha) is at least 1 (1: the history is the last epoch's), not"
-                f" {self.period}; use 1 or the paper's 23"
             )
 
     def program(self, problem: Problem) -> Program:

@@ -18,48 +18,48 @@ REFUSED = r"""
 2x1 layers=3 | gnnpipe(layers_per_stage=(3, 0)) | gives each of 2 stages a layer or more, 3 in all, not \(3, 0\)
 2x1 layers=3 | gnnpipe(layers_per_stage=(1, 1)) | 3 in all, not \(1, 1\)
 2x1 layers=3 | gnnpipe(layers_per_stage=(1, 1, 1)) | each of 2 stages .* not \(1, 1, 1\); leave it out
-2x1 layers=3 | gnnpipe(stages=0) | stages: 0
+2x1 layers=3 | gnnpipe(stages=0) | stages is a number of stages, 1 or more, not 0; leave it out
 2x1 layers=3 | gnnpipe(chunks=25) | a vertex per chunk \(vertices: 24, chunks: 25\); use fewer chunks
-2x1 layers=3 | gnnpipe(chunks=0) | chunks: 0
-2x1 layers=3 | gnnpipe(period=0) | period \(alpha\) is at least 1 .*, not 0
-2x1 layers=3 | graph_parallel(staleness=2) | staleness is 0 \(exact\) or 1 \(PipeGCN\), not 2
+2x1 layers=3 | gnnpipe(chunks=0) | chunks is a number of chunks, 1 to 100,000, not 0; leave it out
+2x1 layers=3 | gnnpipe(period=0) | period is the paper's alpha .*, 1 or more, not 0; use period=23
+2x1 layers=3 | graph_parallel(staleness=2) | staleness is .*\(0: exact, 1: PipeGCN\), 0 to 1, not 2; use staleness=0
 2x1 layers=3 | graph_parallel(smoothing='f') | only stale rows are smoothed; use staleness=1
-2x1 layers=3 | pipegcn(smoothing='x') | smoothing is '' \(none\), 'f' .*not 'x'
+2x1 layers=3 | pipegcn(smoothing='x') | pipegcn: smoothing is '' \(none\), 'f' .*not 'x'; use smoothing=''
 2x1 layers=3 | pipegcn_gf(gamma=1) | gamma lies in \[0, 1\) .*not 1; use 0.95
 2x1 layers=3 | pipegcn(gamma=0.3) | smoothing is off .gamma: 0.3.; use pipegcn_gf.gamma=0.3.
 2x1 layers=3 | pipegcn_g(gamma=-0.1) | gamma lies in \[0, 1\) .*not -0.1
 2x1 layers=3 | graph_parallel(bits=1) | 8, 4 or 2, 'adaptive', or None .* \(bits: 1\); use bits=2
 2x1 layers=3 | bns(bits='adaptive') | only graph_parallel and pipegcn .* use bits=4, or graph_parallel\(bits=
 2x1 layers=3 | granndis(bits=16) | \(bits: 16\); use bits=2
-2x1 layers=3 | feature_parallel(order='narrow') | 'alternating', not 'narrow'; use order='coupled'
+2x1 layers=3 | feature_parallel(order='narrow') | 'alternating' .*, not 'narrow'; use order='coupled'
 2x1 layers=3 | tensor3d(x=3) | x \* y \* z = 2 ranks, each at least 1 \(x: 3\); .* use tensor3d\(x=
 2x1 layers=3 | tensor3d(x=2,y=2,z=0) | \(x: 2, y: 2, z: 0\)
 2x1 layers=3 | pipegcn_gf(bits=4) | smoothing: 'gf', bits: 4\); use pipegcn\(bits=4\) or pipegcn_gf
 2x1 layers=3 | granndis(depth=4) | depth lies between 0 \(plain halo\) and the layers \(3, full preload\), not 4
-2x1 layers=3 | granndis(max_hop=0) | max_hop is at least 1, not 0; use max_hop=1, or leave it out
-2x1 layers=3 | granndis(fanout=0) | fanout is at least 1, not 0; use fanout=15
-2x1 layers=3 | granndis(batches=0) | batches is at least 1, not 0; use batches=1
+2x1 layers=3 | granndis(max_hop=0) | max_hop is a number of hops, 1 to 10,000, not 0; leave it out
+2x1 layers=3 | granndis(fanout=0) | fanout is a number of neighbours, 1 or more, not 0; leave it out
+2x1 layers=3 | granndis(batches=0) | batches is a number of batches, 1 to 10,000, not 0; use batches=1
 2x1 layers=3 | granndis(max_hop=1,depth=1) | no hidden row may cross servers \(depth: 1, layers: 3\); leave depth out
 2x1 layers=3 | granndis(batches=2,depth=1) | fetched for a server as a whole, so no hidden row .*; leave depth out
 2x1 layers=3 | granndis(batches=99) | a training vertex per batch on every server \(fewest .*: \d+, batches: 99\); use batches=\d+ or less
-2x1 layers=3 | granndis(degrees='part') | degrees is 'global' .* or 'local' .*, not 'part'
+2x1 layers=3 | granndis(degrees='part') | degrees is 'global' .* or 'local' .*, not 'part'; use degrees='global'
 2x1 layers=3 | granndis(degrees='local') | use degrees='local' with max_hop and fanout
 5x5 layers=3 | graph_parallel | a vertex per rank \(vertices: 24, ranks: 25\); use fewer ranks
 5x5 layers=3 | granndis | a vertex per rank \(vertices: 24, ranks: 25\); use fewer ranks
 5x5 layers=3 | feature_parallel | a vertex per rank \(vertices: 24, ranks: 25\); use fewer ranks
-2x2 | gsplit(splitter='rand') | splitter is one of gsplit, node, edge, random, not 'rand'
+2x2 | gsplit(splitter='rand') | splitter is 'gsplit' .*'node' .*'edge' .* or 'random' .*, not 'rand'; use splitter='random'
 2x2 | p3(copies=3,over='server') | each copy of the columns is over equally many servers \(copies: 3, servers: 2\); use one of 1, 2
 2x2 | p3(copies=0,over='rank') | over equally many ranks \(copies: 0, ranks: 4\); use one of 1, 2, 4
-2x2 | gsplit(group='host') | group is 'server' .* or 'all', not 'host'
-2x2 | gsplit(presample=0) | presample is a number of epochs, 1 to 1,000, not 0; use the paper's 10
-2x2 | gsplit(imbalance=0) | an owner may have beyond it, 0.001 to 10, not 0; use METIS's 0.03
+2x2 | gsplit(group='host') | group is 'server' .* or 'all' .*, not 'host'; use group='server'
+2x2 | gsplit(presample=0) | presample is a number of epochs, .*, 1 to 1,000, not 0; use presample=10
+2x2 | gsplit(imbalance=0) | an owner may have beyond it, 0.001 to 10, not 0; use imbalance=0.03
 2x2 | gsplit(imbalance=11) | may have beyond it, 0.001 to 10, not 11
-2x2 | gsplit(prefetch=-1) | prefetch is a number of batches, .*, 0 to 1024, not -1
-2x2 | data_parallel(prefetch=1025) | prefetch is a number .*, 0 to 1024, not 1,025; use
+2x2 | gsplit(prefetch=-1) | prefetch is a number of batches, .*, 0 to 1,024, not -1
+2x2 | data_parallel(prefetch=1025) | prefetch is a number .*, 0 to 1,024, not 1025; use prefetch=0
 2x2 batch=100000 | data_parallel | at most the training vertices \(batch: 100,000, training vertices: \d+\); use --batch
 2x2 batch=3 | data_parallel | a batch has a seed for every rank \(batch: 3, ranks: 4\); use --batch 4 or more
 2x2 mode=full | data_parallel | data_parallel trains on mini-batches, and the workload asks for mode full; use --mode mini
-1x3 | gsplit(split='last') | split is 'all' .* the 'first' alone .dnp. .*, not 'last'
+1x3 | gsplit(split='last') | split is 'all' .*, 'first' .*dnp.*, not 'last'; use split='all'
 1x3 layers=1 fanout=3, | dnp | hands its rows to layer 2 .layers: 1.; use gsplit
 1x3 model=gcnii | dnp | gcnii reads an encoder's output; use gsplit
 1x3 | dnp(narrow=True) | cannot multiply before the.* use narrow=False
@@ -70,20 +70,20 @@ REFUSED = r"""
 1x3 | snp(structure='spread') | snp's ranks read lists of each other's vertices
 1x3 model=gat heads=2 | snp | of gat weighs an edge .*attention.; use dnp
 1x3 model=gin | snp | gin is no plain sum \(those of gcn, sage, sgc are\); use dnp
-2x2 | data_parallel(cache=-1) | data_parallel: cache is a number of bytes per GPU, 0 or more, not -1; use 0 for no cache
+2x2 | data_parallel(cache=-1) | data_parallel: cache is a number of bytes per GPU, 0 or more, not -1; use cache=0
 2x2 | gsplit(cache=2000000000000) | the device's memory \(cache: 2.00 TB, device.memory: 1.00 TB\); use cache='500GB' or less
-2x2 | gsplit(hot='degrees') | hot says which rows to cache, and 'degrees' is unknown; did you mean degree
-2x2 | data_parallel(features='everwhere') | features says whose memory has them, and 'everwhere' is unknown; did you mean everywhere
+2x2 | gsplit(hot='degrees') | hot is 'frequency' .* or 'degree' .*, not 'degrees'; use hot='degree'
+2x2 | data_parallel(features='everwhere') | features is .*, not 'everwhere'; use features='everywhere'
 2x2 | data_parallel(shared_cache=True) | needs a cache to share \(shared_cache: True, cache: 0\); use cache=
 2x2 | gsplit(shared_cache=True) | gsplit has no knob 'shared_cache'
 2x2 | p3(over='rank',cache=-1) | p3: cache is a number of bytes per GPU, 0 or more, not -1
-2x2 | data_parallel(structure='spred') | structure says who has adjacency lists, and 'spred' is unknown; did you mean spread
-2x2 | p3(structure='everwhere') | p3: structure says who has adjacency lists, and 'everwhere' is unknown; did you mean everywhere
-2x2 | gsplit(structure='hashed') | gsplit: structure says who has adjacency lists, and 'hashed' is unknown
-2x2 | data_parallel(structure='spread',structure_cache=-1) | structure_cache is a number of bytes per server, 0 or more, not -1; use 0
+2x2 | data_parallel(structure='spred') | structure is .*, not 'spred'; use structure='spread'
+2x2 | p3(structure='everwhere') | p3: structure is .*, not 'everwhere'; use structure='everywhere'
+2x2 | gsplit(structure='hashed') | gsplit: structure is 'everywhere' .* or 'spread' .*, not 'hashed'; use
+2x2 | data_parallel(structure='spread',structure_cache=-1) | structure_cache is a number of bytes per server, 0 or more, not -1; use structure_cache=0
 2x2 | p3(structure_cache=2000) | \(structure_cache: 2,000, structure: everywhere\); use structure='spread', or structure_cache=0
 2x2 | gsplit(structure_cache=2000) | gsplit has no knob 'structure_cache'
-1x4 layers=3 | bns(p=1.5) | in \[0, 1\], not 1.5; use p=0.1
+1x4 layers=3 | bns(p=1.5) | p is the share of halo rows that is sent, 0 to 1, not 1.5; use p=0.1
 1x4 model=gat | bns | layer 1 of gat has a softmax; use graph_parallel
 1x4 mode=mini batch=8 | bns | trains on the full graph
 1x4 model=resgcn norm=batch layers=4 | gnnpipe | gnnpipe: .* batch norm .*use norm=layer
@@ -92,7 +92,7 @@ REFUSED = r"""
 2x2 layers=3 | graph_parallel(buckets=0) | graph_parallel: buckets .* \(buckets: 0, layers: 3\); use
 2x2 layers=3 | graph_parallel(buckets=4) | graph_parallel: buckets .* \(buckets: 4, layers: 3\); use
 2x2 layers=3 | granndis(buckets=4) | granndis: buckets .* \(buckets: 4, layers: 3\); use
-1x4(2,2) layers=4 | granndis(group='switch') | group is 'server' or 'island' \(what preloads as one\), not 'switch'
+1x4(2,2) layers=4 | granndis(group='switch') | group is 'server' .* or 'island' .*, not 'switch'; use group='server'
 1x3(2,1) layers=4 | granndis(group='island') | equally large \(GPUs used of an island of cluster .*: 1, 2\); use group='server'
 1x4(2,2) layers=4 | granndis(depth=1,max_hop=1,group='island') | leaves an island rows .* may cross islands \(depth: 1, layers: 4\)
 1x4(2,2) layers=4 | granndis(depth=1,batches=2,group='island') | fetched for an island as a whole, so no hidden row may cross islands

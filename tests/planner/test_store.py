@@ -59,7 +59,7 @@ def stored(draw: st.DrawFn) -> tuple[Strategy, Problem]:
         problem = problem.placed(tuple(draw(st.permutations(range(problem.ranks)))))
     knobs: dict[str, Any] = {
         "cache": draw(st.sampled_from([0, ROW, 50 * ROW + 7, 10**6])),
-        "hot": draw(st.sampled_from(HOT)),
+        "hot": draw(st.sampled_from(list(HOT))),
         "features": draw(st.sampled_from(["everywhere", "spread"])),
         "prefetch": draw(st.sampled_from([0, 2])),
     }

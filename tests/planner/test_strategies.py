@@ -35,14 +35,11 @@ from gnnplan.planner.decision.search import SearchResult, families, least_of, se
 from gnnplan.planner.gnn.model import COMMUNICATOR
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.load import load
-from gnnplan.planner.graph.partition import SPLITTERS
 from gnnplan.planner.ownership.minibatch import Batches
 from gnnplan.planner.problem.inputs import apply_overrides, read_cluster
 from gnnplan.planner.problem.problem import Cache, Problem
 from gnnplan.planner.strategies import FAMILIES, Strategy, parse
 from gnnplan.planner.strategies.gnnpipe import balance
-from gnnplan.planner.strategies.minibatch.feature_store import HOT, PLACES
-from gnnplan.planner.strategies.minibatch.gsplit import SPLITS
 from gnnplan.planner.vocabulary.errors import GnnplanError, Infeasible, SpecError
 from gnnplan.planner.vocabulary.schedule import Collective, Send
 from gnnplan.simulator.player import play
@@ -204,7 +201,8 @@ def test_a_wide_first_layer_gets_company_less_often(ranks):
     assert all(cost < 0.95 * count for cost, count in zip(of_cost, of_count, strict=True))
 
 
-WORDS = (*SPLITTERS, *HOT, *PLACES, *SPLITS, "server", "island", "rank", "local", "gf", "adaptive")
+RULES = [rule for family in FAMILIES for rule in family.allowed.values()]
+WORDS = [*(word for rule in RULES if isinstance(rule, dict) for word in rule), "adaptive"]
 VALUES: dict[type, st.SearchStrategy[Any]] = {int: st.integers(0, 10**31), bool: st.booleans()}
 VALUES |= {float: st.floats(0, 1), str: st.sampled_from(WORDS), NoneType: st.none()}
 VALUES |= {tuple: st.lists(st.integers(0, 9)).map(tuple)}

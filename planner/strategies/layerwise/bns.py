@@ -27,15 +27,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
 from gnnplan.planner.graph.sampling import BOUNDARY, GOLDEN, Ids, key_of, mix
-from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.base import Example
+from gnnplan.planner.strategies.base import Example, Range, Rules
 from gnnplan.planner.strategies.layerwise.exchange import FRESH, Crossing, Policy
 from gnnplan.planner.strategies.layerwise.graph_parallel import OnParts
-from gnnplan.planner.vocabulary.errors import SpecError
 
 ROUNDING = 1e-9  # 0.07 of 100 rows are 7 rows, though the float 0.07 * 100 is a little more
 P = 0.1  # BNS-GCN, Sec. 4: as accurate as the whole halo on the paper's graphs
@@ -55,6 +54,7 @@ class BNS(OnParts):
     buckets: int = 1
     bits: int | str | None = None
 
+    allowed: ClassVar[Rules] = {"p": Range("the share of halo rows that is sent", 0, 1)}
     family = "bns"
     claim = 1e-6
     executor = "gnnplan.executor.strategies.graph_parallel"
@@ -63,15 +63,6 @@ class BNS(OnParts):
         Example("bns(p=0.3,narrow=True)", ranks=3),
         Example("bns(p=0.5,bits=4)"),
     )
-
-    def check(self, problem: Problem) -> None:
-        self.check_mode(problem)
-        if not 0 <= self.p <= 1:
-            raise SpecError(
-                f"bns: p is the share of halo rows that is sent, in [0, 1], not {self.p:g}; use"
-                f" p={P}"
-            )
-        super().check(problem)
 
     @property
     def policy(self) -> Policy:

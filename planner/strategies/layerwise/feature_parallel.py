@@ -48,7 +48,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Self
+from typing import ClassVar, Self
 
 import numpy as np
 
@@ -58,7 +58,7 @@ from gnnplan.planner.graph.disk_cache import Stopwatch
 from gnnplan.planner.graph.partition import locality_order
 from gnnplan.planner.ownership.layout import LayerCounts
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.base import Example, Resident, Strategy
+from gnnplan.planner.strategies.base import Example, Resident, Rules, Strategy
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
 from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel
 from gnnplan.planner.strategies.layerwise.step import (
@@ -74,8 +74,6 @@ from gnnplan.planner.vocabulary.numbers import Number, Outer, shares
 from gnnplan.planner.vocabulary.schedule import BothPasses, Compute, Gather, Schedule
 from gnnplan.planner.vocabulary.units import show_bytes
 
-ORDERS = ("coupled", "alternating")
-
 
 @dataclass(frozen=True)
 class FeatureParallel(Strategy):
@@ -87,6 +85,12 @@ class FeatureParallel(Strategy):
 
     order: str = "coupled"
 
+    allowed: ClassVar[Rules] = {
+        "order": {
+            "coupled": "rows between layers",
+            "alternating": "columns where fewer numbers cross",
+        }
+    }
     family = "feature_parallel"
     claim = 1e-6
     rounds_rows = True
@@ -122,11 +126,6 @@ class FeatureParallel(Strategy):
 
     def check(self, problem: Problem) -> None:
         self.check_mode(problem)
-        if self.order not in ORDERS:
-            raise SpecError(
-                f"feature_parallel: order is 'coupled' or 'alternating', not {self.order!r}; use"
-                " order='coupled'"
-            )
         if why := unsuited(problem):
             raise SpecError(f"feature_parallel: {why}; use graph_parallel, or another model")
         self.check_vertices(problem)

@@ -62,7 +62,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -70,7 +70,7 @@ from gnnplan.planner.graph.sampling import BATCH_ORDER
 from gnnplan.planner.ownership.estimated import EstimatedLayout
 from gnnplan.planner.ownership.layout import Expansion
 from gnnplan.planner.problem.problem import AnyLayout, Problem
-from gnnplan.planner.strategies.base import Example, Strategy, settled
+from gnnplan.planner.strategies.base import Example, Range, Rules, Strategy, settled
 from gnnplan.planner.strategies.layerwise.exchange import pays
 from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel, OnParts, check_trim
 from gnnplan.planner.strategies.layerwise.step import Batches
@@ -80,8 +80,6 @@ from gnnplan.planner.vocabulary.units import show_bytes
 
 MOST = 10_000  # the largest max_hop, and the most batches
 MAX_HOP, FANOUT = 1, 15  # defaults of the paper, Sec. 4.3
-DEGREES = ("global", "local")
-GROUPS = ("server", "island")
 # uses of memory that do not depend on the number of batches
 SHARED = ("parameters", "optimizer", "runtime", "communicators")
 
@@ -115,6 +113,13 @@ class GraNNDis(OnParts):
     buckets: int = 1
     bits: int | str | None = None
 
+    allowed: ClassVar[Rules] = {
+        "max_hop": Range("a number of hops", 1, MOST),
+        "fanout": Range("a number of neighbours", 1),
+        "batches": Range("a number of batches", 1, MOST),
+        "degrees": {"global": "of the whole graph", "local": "among a group's rows"},
+        "group": {"server": "a server preloads as one", "island": "an island does"},
+    }
     family = "granndis"
     executor = "gnnplan.executor.strategies.granndis"
     examples = (Example("granndis", servers=2),)
@@ -280,26 +285,6 @@ class GraNNDis(OnParts):
                 f"granndis: depth lies between 0 (plain halo) and the layers ({layers}, full"
                 f" preload), not {self.depth}"
             )
-        for knob, value, least in (
-            ("max_hop", self.max_hop, MAX_HOP),
-            ("fanout", self.fanout, FANOUT),
-            ("batches", self.batches, 1),
-        ):
-            if value is not None and value < 1:
-                raise SpecError(
-                    f"granndis: {knob} is at least 1, not {value}; use {knob}={least}, or leave"
-                    " it out"
-                )
-            if value is not None and value > MOST and knob != "fanout":
-                raise SpecError(
-                    f"granndis: {knob} is at most {MOST:,}, not {value:,}; use {knob}={least}, or"
-                    " leave it out"
-                )
-        if self.degrees not in DEGREES:
-            raise SpecError(
-                "granndis: degrees is 'global' (of the whole graph) or 'local' (among a"
-                f" {self.group}'s rows), not {self.degrees!r}"
-            )
         if self.degrees == "local" and not self.sampled:
             raise SpecError(
                 f"granndis: without sampling a {self.group}'s rows have all their neighbours, so"
@@ -337,11 +322,6 @@ class GraNNDis(OnParts):
                 )
 
     def _check_group(self, problem: Problem) -> None:
-        if self.group not in GROUPS:
-            raise SpecError(
-                "granndis: group is 'server' or 'island' (what preloads as one), not"
-                f" {self.group!r}"
-            )
         if self.group == "island":
             cluster = problem.cluster
             if not cluster.islands:

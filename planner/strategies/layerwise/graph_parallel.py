@@ -71,7 +71,7 @@ import numpy as np
 from gnnplan.planner.gnn.model import block_bytes
 from gnnplan.planner.gnn.rows import Codec
 from gnnplan.planner.problem.problem import AnyLayout, Problem
-from gnnplan.planner.strategies.base import Example, Resident, Strategy
+from gnnplan.planner.strategies.base import Example, Range, Resident, Rules, Strategy
 from gnnplan.planner.strategies.layerwise.exchange import (
     FRESH,
     ExchangeOptions,
@@ -228,7 +228,6 @@ def _exchanging_layers(problem: Problem) -> Iterator[int]:
             yield layer
 
 
-SMOOTHINGS = ("", "f", "g", "gf")
 GAMMA = 0.95  # PipeGCN, Sec. 3.4
 
 
@@ -262,6 +261,10 @@ class GraphParallel(OnParts):
         "pipegcn_f": {"staleness": 1, "smoothing": "f"},
         "pipegcn_g": {"staleness": 1, "smoothing": "g"},
         "pipegcn_gf": {"staleness": 1, "smoothing": "gf"},
+    }
+    allowed: ClassVar[Rules] = {
+        "staleness": Range("the steps by which rows lag (0: exact, 1: PipeGCN)", 0, 1),
+        "smoothing": {"": "none", "f": "rows", "g": "gradients", "gf": "both"},
     }
     adapts = True
     executor = "gnnplan.executor.strategies.graph_parallel"
@@ -306,16 +309,6 @@ class GraphParallel(OnParts):
 
     def check(self, problem: Problem) -> None:
         self.check_mode(problem)
-        if self.staleness not in (0, 1):
-            raise SpecError(
-                f"graph_parallel: staleness is 0 (exact) or 1 (PipeGCN), not {self.staleness}; use"
-                " 0 or 1"
-            )
-        if self.smoothing not in SMOOTHINGS:
-            raise SpecError(
-                "pipegcn: smoothing is '' (none), 'f' (rows), 'g' (gradients) or 'gf' (both), not"
-                f" {self.smoothing!r}"
-            )
         if self.smoothing and not self.staleness:
             raise SpecError(
                 "graph_parallel: only stale rows are smoothed; use staleness=1 with smoothing, as"

@@ -33,14 +33,7 @@ from gnnplan.planner.graph.sampling import Ids, taken
 from gnnplan.planner.ownership.estimated import EstimatedBatches
 from gnnplan.planner.ownership.minibatch import Batches, MiniBatch, places_in
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.minibatch.feature_store import (
-    PLACES,
-    check_word,
-    fitting_prefix,
-    heat,
-    provider_of,
-)
-from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.strategies.minibatch.feature_store import fitting_prefix, heat, provider_of
 from gnnplan.planner.vocabulary.numbers import Bools, Ints, Outer, PerRank, offsets
 
 NEIGHBOUR = 4  # bytes of a neighbour's id, in a list or in an answer
@@ -219,24 +212,3 @@ def owned(batches: Batches, structure: str) -> Lists | None:
         return None
     kept = member == np.arange(max(places) + 1)[:, None]
     return Structure(places, member.astype(np.int32), kept, False, batches.graph.degree)
-
-
-def check_structure(name: str, problem: Problem, structure: str, cache: int) -> None:
-    """Raise SpecError if the knobs `structure` and `structure_cache` are wrong or do not fit."""
-    check_word(f"{name}: structure says who has adjacency lists", structure, PLACES)
-    if structure == "spread" and problem.workload.task == "link":
-        raise SpecError(
-            f"{name}: batches of link prediction are drawn from all edges, and with"
-            " structure='spread' a sampler has some; use structure='everywhere'"
-        )
-    if cache < 0:
-        raise SpecError(
-            f"{name}: structure_cache is a number of bytes per server, 0 or more, not {cache:,};"
-            " use 0 for no cache"
-        )
-    if cache and structure == "everywhere":
-        raise SpecError(
-            f"{name}: every sampler has all adjacency lists, so there are none to cache"
-            f" (structure_cache: {cache:,}, structure: everywhere); use structure='spread', or"
-            " structure_cache=0"
-        )

@@ -39,8 +39,6 @@ from gnnplan.planner.ownership.estimated import (
 )
 from gnnplan.planner.ownership.minibatch import Batches, MiniBatch, frontiers, places_in
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.files import suggest
 from gnnplan.planner.vocabulary.numbers import (
     Bools,
     Group,
@@ -50,11 +48,8 @@ from gnnplan.planner.vocabulary.numbers import (
     RankMatrix,
     offsets,
 )
-from gnnplan.planner.vocabulary.text import show_size
-from gnnplan.planner.vocabulary.units import show_bytes
 
-HOT = ("frequency", "degree")
-PLACES = ("everywhere", "spread")
+HOT = {"frequency": "rows read most often", "degree": "rows that most vertices read"}
 CLASSES = ("hit", "peer", "host", "remote")
 HIT, PEER, HOST, REMOTE = range(4)  # positions in CLASSES
 MOST = 2**31 - 1  # largest number of reads of a row that can be counted
@@ -415,40 +410,3 @@ def heat(graph: Graph, workload: Workload, hot: str, groups: int, epochs: int = 
 
     key = f"heat {drawn_as(graph, workload)} {groups} {epochs}"
     return cached(key, vertices, MOST, compute).astype(np.int64)
-
-
-def check_word(rule: str, word: str, allowed: Sequence[str]) -> None:
-    """Raise SpecError if `word` is not one of the allowed words; rule: the begin of the message."""
-    if word not in allowed:
-        raise SpecError(f"{rule}, and {word!r} is unknown{suggest(word, allowed)}")
-
-
-def check_store(
-    name: str, problem: Problem, cache: int, hot: str, features: str, shared: bool
-) -> None:
-    """Raise SpecError if the knobs of a feature store are wrong or do not fit together."""
-    room = int(problem.cluster.device.memory)
-    if cache < 0:
-        raise SpecError(
-            f"{name}: cache is a number of bytes per GPU, 0 or more, not {cache:,}; use 0 for no"
-            " cache"
-        )
-    if cache > room:
-        raise SpecError(
-            f"{name}: the cache is larger than the device's memory (cache:"
-            f" {show_bytes(cache)}, device.memory: {show_bytes(room)}); use"
-            f" cache={show_size(room // 2)!r} or less"
-        )
-    if shared and features == "spread" and problem.ranks > MOST_PAIRED:
-        raise SpecError(
-            f"{name}: where rows come from caches of the same server and from other servers, a plan"
-            f" looks at every pair of ranks, of at most {MOST_PAIRED:,} (ranks: {problem.ranks:,});"
-            " use shared_cache=False, features='everywhere', or fewer ranks"
-        )
-    check_word(f"{name}: hot says which rows to cache", hot, HOT)
-    check_word(f"{name}: features says whose memory has them", features, PLACES)
-    if shared and not cache:
-        raise SpecError(
-            f"{name}: shared_cache needs a cache to share (shared_cache: True, cache: 0); use"
-            " cache='1GB', or shared_cache=False"
-        )

@@ -81,18 +81,14 @@ from gnnplan.planner.gnn.kinds import KINDS
 from gnnplan.planner.graph.partition import EPOCHS, FINEST, IMBALANCE, LOOSEST, SPLITTERS
 from gnnplan.planner.ownership.minibatch import Batches
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.base import Bytes, Example, Strategy
+from gnnplan.planner.strategies.base import Bytes, Example, Range, Rules, Strategy
 from gnnplan.planner.strategies.minibatch.adjacency_store import Lists, owned
 from gnnplan.planner.strategies.minibatch.on_batches import OnRows, variants, with_one_sampler
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.numbers import PerRank, numbered
 
-GROUPS = ("server", "all")
-SPLITS = ("all", "first", "source")
 # models whose layer 1 is a sum over sources, followed by bias and ReLU
 SUMS = [name for name, kind in KINDS.items() if kind.by_columns and kind.linear]
-
-MOST_PRESAMPLED = 1000  # epochs, all drawn before training
 
 
 @dataclass(frozen=True)
@@ -123,6 +119,20 @@ class GSplit(OnRows):
     buckets: int = 1
     split: str = "all"
 
+    allowed: ClassVar[Rules] = {
+        **OnRows.allowed,
+        "split": {
+            "all": "layers",
+            "first": "layer alone, by destinations: dnp",
+            "source": "rows of the first layer: snp",
+        },
+        "splitter": SPLITTERS,
+        "group": {"server": "split inside, data parallel across", "all": "one batch"},
+        "presample": Range("a number of epochs, all drawn before training", 1, 1000),
+        "imbalance": Range(
+            "the share of the mean load that an owner may have beyond it", FINEST, LOOSEST
+        ),
+    }
     family = "gsplit"
     names: ClassVar[Mapping[str, Mapping[str, object]]] = {
         "dnp": {"split": "first"},
@@ -137,7 +147,7 @@ class GSplit(OnRows):
             if servers == 1:
                 groups: tuple[str, ...] = ("server",)
             else:  # groups by server need servers with several ranks
-                groups = GROUPS if servers < problem.ranks else ("all",)
+                groups = ("server", "all") if servers < problem.ranks else ("all",)
             for group in groups:
                 for narrow in (False, True) if problem.model.narrows else (False,):
                     plain = with_one_sampler(problem, cls(group=group, narrow=narrow))
@@ -169,38 +179,12 @@ class GSplit(OnRows):
 
     def check(self, problem: Problem) -> None:
         super().check(problem)
-        if self.split not in SPLITS:
-            raise SpecError(
-                "gsplit: split is 'all' (layers), the 'first' alone (dnp) or its 'source' rows"
-                f" (snp), not {self.split!r}"
-            )
         if self.split != "all":
             self._check_layer_1(problem)
-        if self.splitter not in SPLITTERS:
-            raise SpecError(
-                f"gsplit: splitter is one of {', '.join(SPLITTERS)}, not {self.splitter!r}; use"
-                " gsplit"
-            )
-        if self.group not in GROUPS:
-            raise SpecError(
-                "gsplit: group is 'server' (split inside, data parallel across) or 'all', not"
-                f" {self.group!r}"
-            )
         if len(set(Counter(self.groups(problem)).values())) > 1:
             raise SpecError(
                 "gsplit: every server splits its batch over equally many ranks; use group='all', or"
                 " as many of each server"
-            )
-        if not 1 <= self.presample <= MOST_PRESAMPLED:
-            raise SpecError(
-                f"gsplit: presample is a number of epochs, 1 to {MOST_PRESAMPLED:,}, not"
-                f" {self.presample:,}; use the"
-                f" paper's {EPOCHS}"
-            )
-        if not FINEST <= self.imbalance <= LOOSEST:
-            raise SpecError(
-                "gsplit: imbalance is the share of the mean load that an owner may have beyond it,"
-                f" {FINEST:g} to {LOOSEST:g}, not {self.imbalance:g}; use METIS's {IMBALANCE:g}"
             )
         self.check_places(problem)
 

@@ -41,30 +41,26 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 
+from gnnplan.planner.cluster.spec import MOST_PAIRED
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import GraphStats
 from gnnplan.planner.graph.partition import EPOCHS
 from gnnplan.planner.graph.sampling import count_items, per_epoch
 from gnnplan.planner.ownership.minibatch import Batches, MiniBatch
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.base import Memory, Resident, Strategy
+from gnnplan.planner.strategies.base import Memory, Range, Resident, Rules, Strategy
 from gnnplan.planner.strategies.layerwise import step as layerwise
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions, check_buckets, pays
-from gnnplan.planner.strategies.minibatch.adjacency_store import (
-    ENTRY,
-    NEIGHBOUR,
-    Lists,
-    check_structure,
-)
+from gnnplan.planner.strategies.minibatch.adjacency_store import ENTRY, NEIGHBOUR, Lists
 from gnnplan.planner.strategies.minibatch.feature_store import (
+    HOT,
     Features,
     Slice,
     Store,
-    check_store,
     feature_store,
     row_bytes,
 )
@@ -77,6 +73,8 @@ from gnnplan.planner.strategies.program.program import Op, Program, Step
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.numbers import Outer
 from gnnplan.planner.vocabulary.schedule import Compute
+from gnnplan.planner.vocabulary.text import show_size
+from gnnplan.planner.vocabulary.units import show_bytes
 
 # -- the operations of one mini-batch --------------------------------------------------------------
 
@@ -101,15 +99,20 @@ def step(supply: Supply, batch: MiniBatch, options: ExchangeOptions) -> Iterator
 # -- base classes of strategies --------------------------------------------------------------------
 
 
-MOST_AHEAD = 1024
-
-
 class OnBatches(Strategy):
     """A strategy on mini-batches, which ranks sample in line or with `prefetch` samplers ahead."""
 
     mode = "mini"
     pushes = False  # whether ranks send each other sampled edges (P3)
     alone = False  # whether a rank lays out its batches without data of other ranks
+    allowed: ClassVar[Rules] = {
+        "prefetch": Range("a number of batches, each made by a process of its own", 0, 1024),
+        "cache": Range("a number of bytes per GPU", 0),
+        "hot": HOT,
+        "features": {"everywhere": "every server has all rows", "spread": "a server has some"},
+        "structure": {"everywhere": "every sampler has all lists", "spread": "a sampler has some"},
+        "structure_cache": Range("a number of bytes per server", 0),
+    }
     # knobs (data_parallel.py, gsplit.py); these are the values in a family without the knob
     prefetch: int = 0
     cache: int = 0
@@ -150,17 +153,39 @@ class OnBatches(Strategy):
         self.check_mode(problem)
         without = "use another graph" if problem.workload.task == "link" else "use --mode full"
         check_batches(problem.workload, problem.stats, problem.ranks, without)
-        if not 0 <= self.prefetch <= MOST_AHEAD:
-            raise SpecError(
-                f"{self.family}: prefetch is a number of batches, each made by a process of its"
-                f" own, 0 to {MOST_AHEAD}, not {self.prefetch:,}; use 0 or 2"
-            )
 
     def check_places(self, problem: Problem) -> None:
-        """Raise SpecError if the knobs on the places of features and lists are wrong."""
-        knobs = self.cache, self.hot, self.features, self.shared_cache
-        check_store(self.name, problem, *knobs)
-        check_structure(self.name, problem, self.structure, self.structure_cache)
+        """Raise SpecError if the knobs on the places of features and lists do not fit together."""
+        name, room, lists = self.name, int(problem.cluster.device.memory), self.structure_cache
+        if self.cache > room:
+            raise SpecError(
+                f"{name}: the cache is larger than the device's memory (cache:"
+                f" {show_bytes(self.cache)}, device.memory: {show_bytes(room)}); use"
+                f" cache={show_size(room // 2)!r} or less"
+            )
+        if self.shared_cache and self.features == "spread" and problem.ranks > MOST_PAIRED:
+            raise SpecError(
+                f"{name}: where rows come from caches of the same server and from other servers, a"
+                f" plan looks at every pair of ranks, of at most {MOST_PAIRED:,} (ranks:"
+                f" {problem.ranks:,}); use shared_cache=False, features='everywhere', or fewer"
+                " ranks"
+            )
+        if self.shared_cache and not self.cache:
+            raise SpecError(
+                f"{name}: shared_cache needs a cache to share (shared_cache: True, cache: 0); use"
+                " cache='1GB', or shared_cache=False"
+            )
+        if self.structure == "spread" and problem.workload.task == "link":
+            raise SpecError(
+                f"{name}: batches of link prediction are drawn from all edges, and with"
+                " structure='spread' a sampler has some; use structure='everywhere'"
+            )
+        if lists and self.structure == "everywhere":
+            raise SpecError(
+                f"{name}: every sampler has all adjacency lists, so there are none to cache"
+                f" (structure_cache: {lists:,}, structure: everywhere); use structure='spread', or"
+                " structure_cache=0"
+            )
 
     def steps(self, problem: Problem) -> int:
         return per_epoch(problem.workload, problem.stats)

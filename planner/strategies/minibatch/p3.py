@@ -80,7 +80,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
-from typing import Self
+from typing import ClassVar, Self
 
 import numpy as np
 
@@ -99,7 +99,7 @@ from gnnplan.planner.gnn.trace import PIECES
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.ownership.minibatch import MiniBatch
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.base import Bytes, Example, Strategy
+from gnnplan.planner.strategies.base import Bytes, Example, Rules, Strategy
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
 from gnnplan.planner.strategies.layerwise.step import Holds, finish
 from gnnplan.planner.strategies.minibatch.adjacency_store import Lists, hashed
@@ -126,7 +126,6 @@ from gnnplan.planner.vocabulary.numbers import Group, Number, Outer, PerRank, gr
 from gnnplan.planner.vocabulary.schedule import Compute, Label
 from gnnplan.planner.vocabulary.units import show_bytes
 
-OVER = ("server", "rank")
 # models whose first layer is a sum over feature columns (except for attention's softmax)
 MODELS = [name for name, kind in KINDS.items() if kind.by_columns]
 HIDDEN = (16, 32, 64, 128, 256, 512)  # widths as in P3's Fig. 15
@@ -163,6 +162,10 @@ class P3(OnBatches):
     copies: int = 1
     cache: Bytes = 0
 
+    allowed: ClassVar[Rules] = {
+        **OnBatches.allowed,
+        "over": {"server": "its ranks share its columns", "rank": "each has its own"},
+    }
     family = "p3"
     pushes = True
     executor = "gnnplan.executor.strategies.p3"
@@ -249,11 +252,6 @@ class P3(OnBatches):
 
     def check(self, problem: Problem) -> None:
         super().check(problem)
-        if self.over not in OVER:
-            raise SpecError(
-                "p3: over is 'server' (its ranks share its columns) or 'rank' (each has its own),"
-                f" not {self.over!r}"
-            )
         if why := _why_whole(problem):
             raise SpecError(f"p3: {why}")
         self.check_places(problem)
