@@ -212,7 +212,9 @@ class InterpretedModel(TheirModel):
 
     def finish(self, rows: Number, edges: Number | None = None, negatives: int = 0) -> BothPasses:
         forward, backward = super().finish(rows, edges, negatives)
-        return replace(forward, launches=OF_LOSS[0]), replace(backward, launches=OF_LOSS[1])
+        return BothPasses(
+            replace(forward, launches=OF_LOSS[0]), replace(backward, launches=OF_LOSS[1])
+        )
 
     def update(self, weights: Number) -> Compute:
         tensors = sum(s.matrices + s.bias + 2 * (s.heads > 0) for s in self.layers if s.matrices)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, partialmethod
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
 
@@ -27,7 +27,7 @@ from gnnplan.planner.gnn.layer import (
     record_rowwise,
 )
 from gnnplan.planner.gnn.rows import RowFormat
-from gnnplan.planner.gnn.trace import SUM, Setting, Work, block_of
+from gnnplan.planner.gnn.trace import SUM, Block, Setting, Work, block_of
 from gnnplan.planner.gnn.workload import ModuleLayer, Workload
 from gnnplan.planner.vocabulary.numbers import Number, largest
 from gnnplan.planner.vocabulary.schedule import BothPasses, Compute
@@ -273,7 +273,6 @@ class Model:
 
     def work(
         self,
-        direction: int,
         layer: int,
         rows: Number,
         sources: Number,
@@ -281,8 +280,8 @@ class Model:
         narrow: bool = False,
         read: Number | None = None,
         away: Number = 0.0,
-    ) -> Compute:
-        """Return the work of a layer's pass (direction 0: forward, 1: backward).
+    ) -> BothPasses:
+        """Return the work of a layer.
 
         rows: R. sources: S. edges: E without self edges. narrow: without the projection, which
         `project` has. read: source rows that the gather reads, if other ranks prepared some of
@@ -290,18 +289,19 @@ class Model:
         spec, narrow = self.layers[layer - 1], narrow and self.narrow_at(layer)
         edges = edges + spec.self_edges * (rows - away)
         block = block_of(rows, sources, edges, read=read, away=away)
-        work, launches = (
-            self.layer_record(layer, narrow).passes[direction],
-            self._launches(spec, narrow)[direction],
+        return self._on(
+            block, self.layer_record(layer, narrow).passes, self._launches(spec, narrow)
         )
-        return work.on(block, self.itemsize, launches, self.resamples)
 
-    forward, backward = partialmethod(work, 0), partialmethod(work, 1)
+    def _on(self, block: Block, ways: tuple[Work, Work], launches: tuple[int, int]) -> BothPasses:
+        """Evaluate forward and backward work on a block."""
+        both = zip(ways, launches, strict=True)
+        return BothPasses(*(w.on(block, self.itemsize, count, self.resamples) for w, count in both))
 
     def project(self, layer: int, rows: Number) -> BothPasses:
         """Return the forward and backward work of a narrow layer's projection, before exchange."""
         if self.is_cut or not self.narrow_at(layer):
-            return self._moved(), self._moved()
+            return BothPasses(self._moved(), self._moved())
         return self._rowwise(self.layer_record(layer, True).project, rows)
 
     def _rowwise(
@@ -309,11 +309,7 @@ class Model:
     ) -> BothPasses:
         """Evaluate row-wise forward and backward work (encoder, decoder, projection) on `rows`."""
         block = block_of(rows, rows, 0.0, local=rows)
-        first, second = launches or ((3, 6) if self.on_gpu else (6, 10))
-        return (
-            ways[0].on(block, self.itemsize, first, self.resamples),
-            ways[1].on(block, self.itemsize, second, self.resamples),
-        )
+        return self._on(block, ways, launches or ((3, 6) if self.on_gpu else (6, 10)))
 
     @property
     def encoder_record(self) -> LayerRecord:
@@ -344,7 +340,8 @@ class Model:
     def pick(self, layer: int, rows: Number, present: Number) -> BothPasses:
         """Return the forward and backward work of gathering a layer's `rows` of those `present`."""
         width = self.exchanged_width(layer, narrow=False) * self.itemsize
-        return self._moved(2.0 * rows * width, 1), self._moved((1.0 * rows + present) * width, 1)
+        back = (1.0 * rows + present) * width
+        return BothPasses(self._moved(2.0 * rows * width, 1), self._moved(back, 1))
 
     def apply(self, layer: int, rows: Number, partial: Number) -> BothPasses:
         """Return the forward and backward work of computing `rows` of h_l from partial sums.
@@ -356,7 +353,7 @@ class Model:
             bias * spec.bias + of_relu * relu for bias, of_relu in zip(BIAS, RELU, strict=True)
         )
         row_bytes = spec.h_out * self.itemsize
-        return (
+        return BothPasses(
             self._moved((1.0 * partial + (1 + forward) * rows) * row_bytes, 3),
             self._moved((2.0 * partial + backward * rows) * row_bytes, 3),
         )
@@ -376,12 +373,11 @@ class Model:
 
         edges: for link prediction, positive edges with `negatives` negatives each; None: the loss
         compares labels."""
-        forward = backward = self._moved()
+        decoding = BothPasses(self._moved(), self._moved())
         if self.decoder:
-            forward, backward = self._rowwise(self.decoder_record.passes, rows)
+            decoding = self._rowwise(self.decoder_record.passes, rows)
         if edges is not None:
-            scores, gradient = self._score(rows, edges, negatives)
-            return forward + scores, backward + gradient
+            return decoding + self._score(rows, edges, negatives)
         # The loss reads training rows only, about half of all rows.
         per_logit = 0.5 if self.classes >= VECTOR else 0.5 * SHORT
         loss = Compute(
@@ -389,7 +385,7 @@ class Model:
             itemsize=self.itemsize,
             hash_ops=per_logit * rows * max(self.classes, 1),
         )
-        return forward + loss, backward + loss
+        return decoding + BothPasses(loss, loss)
 
     def _score(self, rows: Number, edges: Number, negatives: int) -> BothPasses:
         """Return the forward and backward work of pairs' dot products and of their loss."""
@@ -409,7 +405,7 @@ class Model:
             gemm_bytes=2 * read,
             random_rows=random,
         )
-        return forward, backward
+        return BothPasses(forward, backward)
 
     def update(self, weights: Number) -> Compute:
         """Return the work of Adam's step: it reads and writes four arrays of the weights' size."""

@@ -404,11 +404,10 @@ class Stage:
         """Return forward and backward work of a piece; arrays over sub-chunks [chunks * g]."""
         rows, model = self.facts.rows.astype(float).ravel(), self.model
         # gives the sums the shape [chunks * g] even if no part computes anything
-        parts = [(Compute(flops=0.0 * rows, itemsize=model.itemsize),) * 2]
+        parts = [BothPasses(*(Compute(flops=0.0 * rows, itemsize=model.itemsize),) * 2)]
         parts += [self._layer_work(layer) if layer else model.encode(rows) for layer in piece]
         parts += [model.finish(rows)] if len(model.layers) in piece else []
-        forward, backward = (reduce(add, works) for works in zip(*parts, strict=True))
-        return forward, backward
+        return reduce(add, parts)
 
     def _layer_work(self, layer: int) -> BothPasses:
         """Return forward and backward work of one layer."""
@@ -419,8 +418,7 @@ class Stage:
         b, spec, width = model.itemsize, model.layers[layer - 1], model.input_width(layer)
         varies = layer > model.first_varying
         projected = sources if spec.projects_first else rows
-        forward = model.forward(layer, rows, projected, edges, read=sources)
-        backward = model.backward(layer, rows, projected, edges, read=sources)
+        forward, backward = model.work(layer, rows, projected, edges, read=sources)
         if self.pipe.checkpoint and varies and layer < len(model.layers):
             keeps_gathered = spec.gathers_linearly and not spec.projects_first
             backward = backward + (replace(forward, gathers=()) if keeps_gathered else forward)
@@ -440,7 +438,7 @@ class Stage:
                 launches=3,
                 itemsize=b,
             )
-        return forward, backward
+        return BothPasses(forward, backward)
 
     def begin_step(self) -> Compute:
         """Return the work of preparing the historical rows for a step [g].

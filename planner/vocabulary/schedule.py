@@ -144,7 +144,14 @@ class Compute(LocalWork):
         return replace(self, **either, **sums)
 
 
-BothPasses = tuple[Compute, Compute]  # work of a forward pass, and of its backward pass
+class BothPasses(NamedTuple):
+    """The work of a forward pass, and of its backward pass."""
+
+    forward: Compute
+    backward: Compute
+
+    def __add__(self, other: BothPasses) -> BothPasses:  # type: ignore[override]
+        return BothPasses(self.forward + other.forward, self.backward + other.backward)
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,8 +30,8 @@ from gnnplan.executor.modules.read import (
 )
 from gnnplan.executor.modules.record import Node
 from gnnplan.executor.ranks.machine import allocated
-from gnnplan.planner.gnn.model import Model, describe, layer_memory
 from gnnplan.planner.gnn.model import block_bytes as edges_held
+from gnnplan.planner.gnn.model import describe, layer_memory
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.formats import convert
 from gnnplan.planner.graph.graph import CsrEdges
@@ -299,11 +299,11 @@ def test_graphsage_is_counted_as_its_formulas_say(layer, tmp_path):
     ours = describe(Workload(model="sage", **wide), 32, 64)
     assert theirs.weights == ours.weights
     block = 1000.0, 1500.0, 20000.0
-    for way in (Model.forward, Model.backward):
-        counted, stated = way(theirs, layer, *block), way(ours, layer, *block)
-        assert counted.flops == stated.flops
-        assert counted.gathers == stated.gathers
-        assert counted.gemm_bytes == pytest.approx(stated.gemm_bytes, rel=0.05)
+    both = (model.work(layer, *block) for model in (theirs, ours))
+    for found, stated in zip(*both, strict=True):
+        assert found.flops == stated.flops
+        assert found.gathers == stated.gathers
+        assert found.gemm_bytes == pytest.approx(stated.gemm_bytes, rel=0.05)
     counted_memory, stated_memory = (layer_memory(model, layer, *block) for model in (theirs, ours))
     assert counted_memory.left == stated_memory.left
     if layer > 1:  # of constant inputs the formula allows for more than comes
@@ -317,13 +317,11 @@ def test_p3_cuts_the_work_of_layer_1_by_columns(tmp_path):
     wide, narrow = (own_layers(whole, file, width, ROUGH_CLASSES) for width in (256, 64))
     sliced, counted = describe(wide, 64, ROUGH_CLASSES), describe(narrow, 64, ROUGH_CLASSES)
     block = 1000.0, 1500.0, 20000.0
-    for way in (Model.forward, Model.backward):
-        of_slice, of_count = way(sliced, 1, *block), way(counted, 1, *block)
+    both = (model.work(1, *block) for model in (sliced, counted))
+    for of_slice, of_count in zip(*both, strict=True):
         assert of_slice.flops == pytest.approx(of_count.flops)
         assert of_slice.gathers == of_count.gathers
-        assert way(sliced, 1, *block).elementwise_bytes == pytest.approx(
-            way(counted, 1, *block).elementwise_bytes, rel=1e-6
-        )
+        assert of_slice.elementwise_bytes == pytest.approx(of_count.elementwise_bytes, rel=1e-6)
 
 
 NORMING = f"""{HEAD}        self.norm, self.lin = nn.LayerNorm(h_in), nn.Linear(h_in, h_out)
@@ -339,9 +337,9 @@ def test_what_a_layer_does_to_its_inputs_is_counted_both_ways(tmp_path):
     plain = NORMING.replace("drop(self.norm(x))", "drop(x)")
     normed, unnormed = (describe(workload_of(tmp_path, c), 12, 4) for c in (NORMING, plain))
     block = 1000.0, 1500.0, 20000.0
-    for way in (Model.forward, Model.backward):
-        more = way(normed, 2, *block).elementwise_bytes - way(unnormed, 2, *block).elementwise_bytes
-        assert more > 2 * 1500 * 16 * 8  # all rows are read and written, at least
+    both = (model.work(2, *block) for model in (normed, unnormed))
+    for more, less in zip(*both, strict=True):  # all rows are read and written, at least
+        assert more.elementwise_bytes - less.elementwise_bytes > 2 * 1500 * 16 * 8
 
 
 ATTENDING = f"""{LOOP}        self.lin, self.weigh = nn.Linear(h_in, h_out), nn.Linear(h_out, 2)
@@ -359,7 +357,7 @@ def test_attention_of_a_layers_own_is_counted(tmp_path):
     """Its backward pass makes a sparse tensor of the edges, at which counting ended in an error."""
     model = describe(workload_of(tmp_path, ATTENDING, hidden=64), ROUGH_FEATURES, ROUGH_CLASSES)
     rows, edges = 1000.0, 20000.0
-    gathers = model.backward(2, rows, 1500.0, edges).gathers
+    gathers = model.work(2, rows, 1500.0, edges).backward.gathers
     assert [gather.rows for gather in gathers if gather.width == 64] == [edges + rows] * 2
 
 

@@ -141,7 +141,7 @@ class Case(NamedTuple):
     def stated(self) -> tuple[Compute, Compute]:
         """Forward and backward work by the planner."""
         model, block = self.model, (self.number, ROWS, SOURCES, EDGES, self.narrow)
-        forward, backward = model.forward(*block), model.backward(*block)
+        forward, backward = model.work(*block)
         if not self.narrow:
             return forward, backward
         first = model.project(self.number, ROWS)

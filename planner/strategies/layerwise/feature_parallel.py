@@ -273,11 +273,7 @@ class ByColumns(Model):
         plain = replace(spec, drops=False, activates=False, norm="none", sums=0)
         # only this layer is changed, because the next layer may do this layer's ReLU
         layers = (*self.layers[: layer - 1], plain, *self.layers[layer:])
-        model = replace(self, layers=layers)
-        return (
-            model.forward(layer, rows, rows, 0.0, narrow=True),
-            model.backward(layer, rows, rows, 0.0, narrow=True),
-        )
+        return replace(self, layers=layers).work(layer, rows, rows, 0.0, narrow=True)
 
 
 def arranged(model: Model, alternating: bool) -> tuple[ByColumns, Courses]:
@@ -385,11 +381,11 @@ def _step(problem: Problem, model: ByColumns, courses: Courses) -> Iterator[Op]:
 
     def end(layer: int, course: Course | None) -> BothPasses:
         joins = course is None or course.joins
-        forward, backward = model.end(layer, rows_of(joins, model.layers[layer - 1].h_out))
+        work = model.end(layer, rows_of(joins, model.layers[layer - 1].h_out))
         if course is None:
-            return forward, backward
+            return work
         piece = copied(course.width, joins)
-        return forward + piece, backward + piece if course.backward else backward
+        return work + BothPasses(piece, piece if course.backward else copied(0, False))
 
     def sums(layer: int, course: Course, direction: str) -> Iterator[Op]:
         """Yield a layer's aggregation, with the exchanges before and after it."""

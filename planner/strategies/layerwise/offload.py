@@ -195,11 +195,11 @@ class ChunkLayer:
                 return Copy(np.round(nbytes).astype(np.int64))
             case "loss":
                 return finish(self.problem, n.rows, None)
-            case "forward":
-                return self.model.forward(*sizes)
-            case "backward":  # recomputes forward, except in the last layer
-                back = self.model.backward(*sizes)
-                return back if self.is_last else self.model.forward(*sizes) + back
+            case "forward" | "backward":
+                forward, backward = self.model.work(*sizes)
+                if op == "forward":
+                    return forward
+                return backward if self.is_last else forward + backward  # recomputes forward
         if not n.sends.any():
             return None
         returns = (op, direction) == ("halo", "b")  # gradients, to the owners

@@ -50,7 +50,7 @@ from gnnplan.planner.strategies.layerwise.exchange import Bucket, ExchangeOption
 from gnnplan.planner.strategies.program.account import Resident, machine_code
 from gnnplan.planner.strategies.program.program import AllReduce, Copy, Exchange, Op
 from gnnplan.planner.vocabulary.numbers import Number, RankMatrix
-from gnnplan.planner.vocabulary.schedule import Compute
+from gnnplan.planner.vocabulary.schedule import BothPasses, Compute
 
 # -- data that stays from step to step -------------------------------------------------------------
 
@@ -338,41 +338,34 @@ def step(
             back = f.sends if isinstance(layout, EstimatedLayout) else f.sends.T  # symmetric
             exchanges |= {(layer, "f"): Exchange(f.sends, row), (layer, "b"): Exchange(back, row)}
 
-    def work_of(layer: int, direction: str) -> Compute:
-        """Return the layer's computation, with the work around its exchange.
+    def work_of(layer: int) -> BothPasses:
+        """Return the layer's computation, with the next layer's projection if `narrow`, and with
+        the work around its exchanges.
 
         A lagging exchange overlaps with the computation, and uses some of the memory's bandwidth.
         """
-        way, f = "fb".index(direction), facts[layer]
-        exchanged, total = exchanges.get((layer, direction)), computation(layer, way)
-        if exchanged is None:
-            return total
-        if direction == "f":  # rows of this step are received, or unpacked, in place: no copy
-            in_place = not policy.keeps_received and (not lags or options.codec.packs)
-            rows = f.local if in_place else f.available_rows
-            total = total + model.lay_out(layer, rows, options.narrow)
-        if f.partial_sums is not None:
-            total = total + model.apply(layer - 1, f.sources, f.partial_sums)[way]
-        elif f.computed_rows is not None:
-            total = total + model.pick(layer, f.sources, f.available_rows)[way]
-        overlapped: Number = 0.0
-        if lags:
-            overlapped = np.maximum(exchanged.nbytes.sum(1), exchanged.nbytes.sum(0))
-        return total + Compute(overlapped_bytes=overlapped, launches=around_exchange)
-
-    def computation(layer: int, way: int) -> Compute:
-        """Return the work of the layer, forward (way 0) or backward (1), with the next layer's
-        projection if `narrow`."""
-        f, counted, away = facts[layer], model, facts[layer].remote_own
-        if away is not None:
-            counted = model.without_ends(layer)
-        work = (counted.forward, counted.backward)[way](
-            layer, f.rows, f.sources, f.edges, options.narrow, away=0.0 if away is None else away
-        )
+        f, away = facts[layer], facts[layer].remote_own
+        counted = model if away is None else model.without_ends(layer)
+        sizes = f.rows, f.sources, f.edges, options.narrow
+        work = counted.work(layer, *sizes, away=0.0 if away is None else away)
         if options.narrow:
-            work = work + model.project(layer + 1, f.rows)[way]
-        # a checkpointed layer recomputes its forward pass in the backward pass
-        return work + computation(layer, 0) if options.checkpoint and way else work
+            work = work + model.project(layer + 1, f.rows)
+        if options.checkpoint:  # the backward pass recomputes the forward pass
+            work = work._replace(backward=work.backward + work.forward)
+        if (layer, "f") not in exchanges:
+            return work
+        # rows of this step are received, or unpacked, in place: no copy
+        in_place = not policy.keeps_received and (not lags or options.codec.packs)
+        rows = f.local if in_place else f.available_rows
+        work = work._replace(forward=work.forward + model.lay_out(layer, rows, options.narrow))
+        if f.partial_sums is not None:
+            work = work + model.apply(layer - 1, f.sources, f.partial_sums)
+        elif f.computed_rows is not None:
+            work = work + model.pick(layer, f.sources, f.available_rows)
+        sent = exchanges[layer, "f"].nbytes  # backward in the other direction
+        overlapped = np.maximum(sent.sum(1), sent.sum(0)) if lags else 0.0
+        around = Compute(overlapped_bytes=overlapped, launches=around_exchange)
+        return work + BothPasses(around, around)
 
     def exchange(layer: int, direction: str) -> Iterator[Op]:
         """Yield the exchange of rows before a layer, or of their gradients after it."""
@@ -388,7 +381,7 @@ def step(
         for unpack in options.codec.unpack(received, width, model.itemsize, added=direction == "b"):
             yield Op("unpack", direction, layer, work=unpack)
 
-    works = {(layer, way): work_of(layer, way) for layer in facts for way in "fb"}
+    works = {layer: work_of(layer) for layer in facts}
     complete: dict[int, list[Bucket]] = {}  # layer whose backward pass completes them -> buckets
     for bucket in buckets_of(problem, options.buckets, options.narrow):
         complete.setdefault(bucket.after, []).append(bucket)
@@ -414,7 +407,7 @@ def step(
         yield from moments(problem, layer, "f")
         yield from exchange(layer, "f")
         keeps = partial(holds.forward, layer)
-        yield Op("forward", layer=layer, work=works[like[layer], "f"], holds=keeps)
+        yield Op("forward", layer=layer, work=works[like[layer]].forward, holds=keeps)
     endpoints = None  # exchange of edges' endpoints
     if scored is not None and scored.exchanges_rows:
         endpoints = Exchange(scored.sends, model.layers[-1].h_out * model.itemsize)
@@ -427,7 +420,7 @@ def step(
     yield from moments(problem, layers + 1, "b")
     for layer in range(layers, 0, -1):
         frees = partial(holds.backward, layer)
-        yield Op("backward", layer=layer, work=works[like[layer], "b"], holds=frees)
+        yield Op("backward", layer=layer, work=works[like[layer]].backward, holds=frees)
         yield from sums(layer)
         yield from exchange(layer, "b")
         yield from moments(problem, layer, "b")
@@ -460,12 +453,14 @@ def finish(problem: Problem, own: np.ndarray, scored: Scored | None) -> Compute:
 
     own: number of own rows; with `scored`, received rows count too.
     """
-    if scored is None:
-        forward, backward = problem.model.finish(own)
-    else:
-        rows = own + scored.sends.sum(0)
-        forward, backward = problem.model.finish(rows, scored.edges, problem.workload.negatives)
-    return forward + backward
+    both = (
+        problem.model.finish(own)
+        if scored is None
+        else problem.model.finish(
+            own + scored.sends.sum(0), scored.edges, problem.workload.negatives
+        )
+    )
+    return both.forward + both.backward
 
 
 def alike_as(model: Model, layout: AnyLayout, narrow: bool) -> list[object]:

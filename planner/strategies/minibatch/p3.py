@@ -78,8 +78,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from itertools import zip_longest
+from operator import add
 from typing import ClassVar, Self
 
 import numpy as np
@@ -123,7 +124,7 @@ from gnnplan.planner.strategies.program.program import (
 )
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.numbers import Group, Number, Outer, PerRank, grouped, sums
-from gnnplan.planner.vocabulary.schedule import Compute, Label
+from gnnplan.planner.vocabulary.schedule import BothPasses, Compute, Label
 from gnnplan.planner.vocabulary.units import show_bytes
 
 # models whose first layer is a sum over feature columns (except for attention's softmax)
@@ -564,8 +565,8 @@ class Batch:
             host.append(Op("wait", work=Compute(), idle=True))
         front = [Op("load", work=supply.copied(self.batch, facts)), *supply.gathered(self.batch)]
         front[-1] = replace(front[-1], holds=lambda: keeps(self.loaded))
-        backward = self.sliced.backward(1, *of_rail)
-        tail = [Op("backward", layer=1, work=backward, holds=self.first_backward)]
+        of_first = self.sliced.work(1, *of_rail)
+        tail = [Op("backward", layer=1, work=of_first.backward, holds=self.first_backward)]
         if self.peers and first.heads:
             # projection of source rows, and all-reduces of logits over peers
             projected, groups = 4.0 * of_rail[1] * first.projected * b, self.p3.rails(self.problem)
@@ -576,8 +577,7 @@ class Batch:
             logits = AllReduce(tuple(map(int, sizes)), groups)
             front += [Op("scatter", "f", 1, work=scatter), Op("logits", "f", 1, work=logits)]
             tail += [Op("logits", "b", 1, work=logits), Op("scatter", "b", 1, work=scatter)]
-        forward = self.sliced.forward(1, *of_rail)
-        front.append(Op("forward", layer=1, work=forward, holds=self.first_forward))
+        front.append(Op("forward", layer=1, work=of_first.forward, holds=self.first_forward))
         body = self._body()
         if self.peers:
             summed = Exchange(Outer.of(self.rails, True, own.rows), first.h_out * b)
@@ -595,13 +595,13 @@ class Batch:
         """Return the operations on pulled sums: bias and ReLU, layers 2 .. L, and the loss."""
         model, facts = self.model, self.facts
         passes = (4.0 + self.peers) * self.first.rows * model.layers[0].h_out
-        forward = backward = Compute(
+        applied = Compute(
             elementwise_bytes=passes * model.itemsize, launches=4, itemsize=model.itemsize
         )
-        for layer, f in facts.items():
-            if layer > 1:
-                forward = forward + model.forward(layer, f.rows, f.sources, f.edges)
-                backward = backward + model.backward(layer, f.rows, f.sources, f.edges)
+        layers = (
+            model.work(layer, f.rows, f.sources, f.edges) for layer, f in facts.items() if layer > 1
+        )
+        forward, backward = reduce(add, layers, BothPasses(applied, applied))
         loss = finish(self.problem, self.last.rows, self.batch.scored)
         return [
             Op("forward", work=forward, holds=self.forward),
