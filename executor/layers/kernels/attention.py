@@ -71,39 +71,7 @@ def attend(
         of_source, of_reader = of_source[:, None], of_reader[:, None]
     if z.is_cuda and (ours := triton_kernels()):
         return cast(Tensor, ours.attend(block, z, of_source, of_reader, slope))
-    return apply(_Attend, z, of_source, of_reader, block, slope)
-
-
-class _Attend(torch.autograd.Function):
-    """Autograd of `attend`; it saves a weight, and the sign of a logit, per edge and head."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, z: Tensor, of_source: Tensor, of_reader: Tensor, block: Block, slope: float
-    ) -> Tensor:
-        logits, readers = z.new_empty(of_source.shape[1], block.edges), block.readers
-        for logit, source, reader in zip(logits, of_source.T, of_reader.T, strict=True):
-            torch.index_select(source, 0, block.indices, out=logit)
-            logit.add_(reader.index_select(0, readers))
-        rises = logits > 0
-        weights, out = _attended(block, z, F.leaky_relu_(logits, slope), readers)
-        ctx.block, ctx.slope = block, slope
-        ctx.save_for_backward(z, rises, weights, out)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        (z, rises, weights, out), block = ctx.saved_tensors, ctx.block
-        to_sums, to_z = _to_logits(block, z, weights, out, grad), torch.zeros_like(z)
-        _add_to_rows(block, weights, grad, to_z)
-        to_source, to_reader, one = [], [], grad.new_ones(())  # in the precision of rows
-        for to_sum, rise in zip(to_sums, rises, strict=True):
-            to_sum.mul_(torch.where(rise, one, ctx.slope))
-            to_reader.append(_reduce_rows("sum", to_sum, block.indptr))
-            by_source = to_sum.index_select(0, block.order)
-            to_source.append(_reduce_rows("sum", by_source, block.t_indptr))
-        return to_z, torch.stack(to_source, 1), torch.stack(to_reader, 1), None, None
+    return apply(_Attend, z, of_source, of_reader, None, block, slope)
 
 
 def attend_pairs(block: Block, rows: Tensor, vectors: Tensor, slope: float = 0.2) -> Tensor:
@@ -120,32 +88,62 @@ def attend_pairs(block: Block, rows: Tensor, vectors: Tensor, slope: float = 0.2
     check_rows(block, rows)
     if rows.is_cuda and (ours := triton_kernels()):
         return cast(Tensor, ours.attend_pairs(block, rows, vectors, slope))
-    return apply(_AttendPairs, rows.contiguous(), vectors, block, slope)
+    return apply(_Attend, rows.contiguous(), None, None, vectors, block, slope)
 
 
-class _AttendPairs(torch.autograd.Function):
-    """Autograd of `attend_pairs`; it saves rows, outputs, and one value per edge and head."""
+class _Attend(torch.autograd.Function):
+    """Autograd of `attend` (without vectors) and of `attend_pairs` (with `vectors` only).
+
+    It saves rows, outputs, and per edge and head a weight and, for `attend`, the sign of a logit.
+    """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, vectors: Tensor, block: Block, slope: float) -> Tensor:
-        logits, readers = rows.new_empty(len(vectors), block.edges), block.readers
-        for part, pairs in _pairs(rows, block.indices, readers):
-            each = F.leaky_relu_(pairs, slope).chunk(len(vectors), 1)
-            for of_head, vector, logit in zip(each, vectors, logits[:, part], strict=True):
-                torch.mv(of_head, vector, out=logit)
-        weights, out = _attended(block, rows[:, : rows.shape[1] // 2], logits, readers)
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        of_source: Tensor,
+        of_reader: Tensor,
+        vectors: Tensor | None,
+        block: Block,
+        slope: float,
+    ) -> Tensor:
+        readers, heads = block.readers, of_source.shape[1] if vectors is None else len(vectors)
+        logits, rises = rows.new_empty(heads, block.edges), None
+        if vectors is None:
+            for logit, source, reader in zip(logits, of_source.T, of_reader.T, strict=True):
+                torch.index_select(source, 0, block.indices, out=logit)
+                logit.add_(reader.index_select(0, readers))
+            rises = logits > 0
+            F.leaky_relu_(logits, slope)
+        else:
+            for part, pairs in _pairs(rows, block.indices, readers):
+                each = F.leaky_relu_(pairs, slope).chunk(heads, 1)
+                for of_head, vector, logit in zip(each, vectors, logits[:, part], strict=True):
+                    torch.mv(of_head, vector, out=logit)
+        weights, out = _attended(block, _sources(rows, vectors), logits, readers)
         ctx.block, ctx.slope = block, slope
-        ctx.save_for_backward(rows, vectors, weights, out)
+        ctx.save_for_backward(rows, vectors, rises, weights, out)
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        """With s = z_u + r_v, the gradient of a logit flows to a times LeakyReLU(s) =
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """With s = z_u + r_v, the gradient of a pair's logit flows to a times LeakyReLU(s) =
         s LeakyReLU'(s), and to both rows times a LeakyReLU'(s)."""
-        (rows, vectors, weights, out), block = ctx.saved_tensors, ctx.block
-        h_out, to_rows = rows.shape[1] // 2, torch.zeros_like(rows)
-        by = _to_logits(block, rows[:, :h_out], weights, out, grad).T.contiguous()
+        (rows, vectors, rises, weights, out), block = ctx.saved_tensors, ctx.block
+        to_sums = _to_logits(block, _sources(rows, vectors), weights, out, grad)
+        to_rows = torch.zeros_like(rows)
+        if vectors is None:
+            _add_to_rows(block, weights, grad, to_rows)
+            to_source, to_reader, one = [], [], grad.new_ones(())  # in the precision of rows
+            for to_sum, rise in zip(to_sums, rises, strict=True):
+                to_sum.mul_(torch.where(rise, one, ctx.slope))
+                to_reader.append(_reduce_rows("sum", to_sum, block.indptr))
+                by_source = to_sum.index_select(0, block.order)
+                to_source.append(_reduce_rows("sum", by_source, block.t_indptr))
+            return to_rows, torch.stack(to_source, 1), torch.stack(to_reader, 1), None, None, None
+        by = to_sums.T.contiguous()
+        del to_sums
 
         def add_slopes(indptr: Tensor, sources: Tensor, readers: Tensor, into: Tensor) -> None:
             for part, pairs in _pairs(rows, sources, readers):
@@ -163,7 +161,12 @@ class _AttendPairs(torch.autograd.Function):
         to_vectors = sum((to * half).sum(0) for to, half in of_halves).view_as(vectors)
         to_rows.view(-1, *vectors.shape).mul_(vectors)
         _add_to_rows(block, weights, grad, to_z)
-        return to_rows, to_vectors, None, None
+        return to_rows, None, None, to_vectors, None, None
+
+
+def _sources(rows: Tensor, vectors: Tensor | None) -> Tensor:
+    """Return what is summed over edges: z, which with `vectors` is the first half of rows."""
+    return rows if vectors is None else rows[:, : rows.shape[1] // 2]
 
 
 def _pairs(rows: Tensor, sources: Tensor, readers: Tensor) -> Iterator[tuple[slice, Tensor]]:
