@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gnnplan.executor.layers.copies import staging
-from gnnplan.executor.layers.kernels import Block, SparseRows, sent
+from gnnplan.executor.layers.kernels import Block, SparseRows
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import CsrEdges, Graph
 from gnnplan.planner.graph.sampling import Ids
@@ -38,23 +38,22 @@ def features(
     width, x = graph.stats.features, graph.x
     stored = torch.float64 if x.dtype == np.float64 else torch.float32
     out = torch.empty(rows.size + room, width, dtype=dtype_of(workload.precision), device=device)
+
+    def gather(start: int, stop: int, into: Tensor) -> None:
+        piece, numbers = rows[start:stop], into.numpy()
+        if isinstance(x, np.ndarray):
+            take_rows(x, piece, numbers)
+        else:
+            numbers[:] = graph.features(piece)
+
     if device.type == "cuda":
-
-        def gather(start: int, stop: int, into: Tensor) -> None:
-            piece, numbers = rows[start:stop], into.numpy()
-            if isinstance(x, np.ndarray):
-                take_rows(x, piece, numbers)
-            else:
-                numbers[:] = graph.features(piece)
-
         staging(device).load(out[: rows.size], stored, gather)
         return out
-    if isinstance(x, np.ndarray) and device.type == "cpu" and out.dtype == stored:
-        take_rows(x, rows, out[: rows.size].numpy())
-        return out
     for start in range(0, rows.size, step := max(1, AT_ONCE // max(width, 1))):
-        piece = rows[start : start + step]
-        out[start : start + piece.size] = sent([torch.from_numpy(graph.features(piece))], device)[0]
+        piece = out[start : min(start + step, rows.size)]
+        numbers = piece if out.dtype == stored else torch.empty(piece.shape, dtype=stored)
+        gather(start, start + len(piece), numbers)
+        piece.copy_(numbers)
     return out
 
 

@@ -114,15 +114,7 @@ class FeatureParallel(Strategy):
 
     @classmethod
     def explain(cls, problem: Problem, fastest: Self | None) -> list[str]:
-        """Return a note that compares bytes with graph parallelism."""
-        if fastest is None:
-            return []
-        ours, halo = fastest.predict(problem).bytes, GraphParallel().predict(problem).bytes
-        exchanged = ours.get("to_columns", 0) + ours.get("to_rows", 0)
-        return [
-            f"{fastest} exchanges rows for columns and back, {show_bytes(exchanged)} per epoch;"
-            f" graph_parallel exchanges {show_bytes(halo.get('halo', 0))} of halo rows"
-        ]
+        return beside_halos(problem, fastest, "exchanges rows for columns and back,")
 
     def check(self, problem: Problem) -> None:
         self.check_mode(problem)
@@ -216,6 +208,19 @@ def why_untried(problem: Problem, shared: str, unsuited: str) -> str:
         return f"one rank: {shared} are divided over several ranks"
     unknown = "this device's rate for sums of few columns is not known; run `gnnplan measure` on it"
     return unsuited or ("" if problem.cluster.device.gather else unknown)
+
+
+def beside_halos(problem: Problem, fastest: Strategy | None, does: str) -> list[str]:
+    """Return a note that compares a strategy's bytes, without all-reduces of gradients and moments,
+    with graph parallelism's halo. does: what the strategy does with these bytes."""
+    if fastest is None:
+        return []
+    ours, halo = (s.predict(problem).bytes for s in (fastest, GraphParallel()))
+    sent = sum(nbytes for op, nbytes in ours.items() if op not in ("all_reduce", "moments"))
+    return [
+        f"{fastest} {does} {show_bytes(sent)} per epoch; graph_parallel exchanges"
+        f" {show_bytes(halo.get('halo', 0))} of halo rows"
+    ]
 
 
 # -- rows and columns of a rank --------------------------------------------------------------------

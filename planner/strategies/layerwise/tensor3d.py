@@ -52,15 +52,13 @@ from gnnplan.planner.gnn.trace import SUM
 from gnnplan.planner.graph.sampling import TILES
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Example, Resident, Strategy, settled
-from gnnplan.planner.strategies.layerwise.feature_parallel import why_untried
-from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel
+from gnnplan.planner.strategies.layerwise.feature_parallel import beside_halos, why_untried
 from gnnplan.planner.strategies.layerwise.step import finish
 from gnnplan.planner.strategies.program.account import machine_code
 from gnnplan.planner.strategies.program.program import AllReduce, Exchange, Op, Program
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.numbers import Group, Outer, shares
 from gnnplan.planner.vocabulary.schedule import Compute, Gather
-from gnnplan.planner.vocabulary.units import show_bytes
 
 
 @dataclass(frozen=True)
@@ -97,14 +95,7 @@ class Tensor3D(Strategy):
 
     @classmethod
     def explain(cls, problem: Problem, fastest: Self | None) -> list[str]:
-        """Return a note that compares bytes with graph parallelism."""
-        if fastest is None:
-            return []
-        ours, halo = fastest.predict(problem).bytes_total, GraphParallel().predict(problem).bytes
-        return [
-            f"{fastest} sums tiles along three axes, which sends {show_bytes(ours)} per epoch;"
-            f" graph_parallel exchanges {show_bytes(halo.get('halo', 0))} of halo rows"
-        ]
+        return beside_halos(problem, fastest, "sums tiles along three axes, which sends")
 
     def settle(self, problem: Problem) -> Self:
         """Return the strategy on the grid that sums tiles fastest.
