@@ -94,6 +94,11 @@ class LayerCounts:
         object.__setattr__(self, "halo_rows", np.asarray(self.halo.sum(0)))
 
     @property
+    def sizes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """R rows, S sources and E edges, on which a layer's work and memory depend [ranks]."""
+        return self.rows, self.sources, self.edges
+
+    @property
     def sends(self) -> RankMatrix:
         """Rows that rank i sends to rank j before the layer [ranks, ranks]."""
         return self.halo if self.fresh is None else self.fresh
@@ -506,6 +511,11 @@ class ChunkCounts:
     edges: np.ndarray  # edges into each sub-chunk [K, g]
     sources: np.ndarray  # distinct source rows of these edges and own rows of the sub-chunk [K, g]
     sends: RankMatrix  # sends[c, i, j]: rows of chunk c that member i sends to member j [K, g, g]
+
+    @property
+    def sizes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Rows, sources and edges of each sub-chunk, as `LayerCounts.sizes` [K, g]."""
+        return self.rows.astype(float), self.sources.astype(float), self.edges.astype(float)
 
 
 class Chunks:

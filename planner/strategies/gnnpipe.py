@@ -412,9 +412,7 @@ class Stage:
     def _layer_work(self, layer: int) -> BothPasses:
         """Return forward and backward work of one layer."""
         facts, model = self.facts, self.model
-        rows, edges, sources = (
-            counts.astype(float).ravel() for counts in (facts.rows, facts.edges, facts.sources)
-        )
+        rows, sources, edges = (counts.ravel() for counts in facts.sizes)
         b, spec, width = model.itemsize, model.layers[layer - 1], model.input_width(layer)
         varies = layer > model.first_varying
         projected = sources if spec.projects_first else rows
@@ -462,9 +460,7 @@ class Stage:
     def data(self) -> Memory:
         """Return the bytes of constant inputs, history, receive buffers and edges [g]."""
         model, facts, kept = self.model, self.facts, self.kept_rows
-        own, edges, sources = (
-            numbers.astype(float).sum(0) for numbers in (facts.rows, facts.edges, facts.sources)
-        )
+        own, sources, edges = (counts.sum(0) for counts in facts.sizes)
         widths = sum(map(model.input_width, self.varying))
         features, spec = np.zeros(own.size), model.layers[self.layers.start - 1]
         graph = block_bytes(model, spec, own, sources, edges) + 8 * (
@@ -504,10 +500,8 @@ class Stage:
         """Return what a layer (0: the encoder) keeps of each chunk until backward begins (`left`),
         and its workspace in the chunk's backward pass (`most`) [chunks, g]."""
         model, facts, b = self.model, self.facts, self.model.itemsize
-        rows, edges, sources, received = (
-            counts.astype(float)
-            for counts in (facts.rows, facts.edges, facts.sources, facts.sends.sum(1))
-        )  # [chunks, g]
+        rows, sources, edges = facts.sizes  # [chunks, g]
+        received = facts.sends.sum(1)
         if layer == 0:
             return OpMemory(0.0 * rows, rowwise_memory(model.encoder_record, rows).left)
         spec, varies = model.layers[layer - 1], layer > model.first_varying

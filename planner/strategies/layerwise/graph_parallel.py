@@ -217,7 +217,7 @@ def _cut_blocks(problem: Problem, options: ExchangeOptions) -> np.ndarray:
         f, spec = options.facts(problem, problem.layout(), layer), model.layers[layer - 1]
         # sampled edges have weights, even if the layer's own edges have none
         weights = 2 * model.itemsize * f.edges * (not spec.weighs_edges)
-        total = total + block_bytes(model, spec, f.rows, f.sources, f.edges) + weights
+        total = total + block_bytes(model, spec, *f.sizes) + weights
     return total
 
 

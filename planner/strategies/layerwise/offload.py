@@ -152,6 +152,7 @@ class ChunkLayer:
     def __init__(self, problem: Problem, layer: int, n: Counts) -> None:
         model, spec = problem.model, problem.model.layers[layer - 1]
         self.problem, self.model, self.layer, self.n = problem, model, layer, n
+        self.sizes = n.rows, n.sources, n.edges
         self.row, self.is_last = spec.h_in * model.itemsize, layer == len(model.layers)
         self.varies = layer > model.first_varying  # else the layer exchanges no rows
         # the rows that the layer reads, or its cached aggregate
@@ -165,7 +166,7 @@ class ChunkLayer:
         # the edges, and the ids of the rows that they read
         self.edges = np.zeros(problem.ranks)
         if not model.aggregate_cached(layer):
-            edges = block_bytes(model, spec, n.rows, n.sources, n.edges)
+            edges = block_bytes(model, spec, *self.sizes)
             self.edges = np.asarray(edges) + COUNTS_AT_ENDS
         # labels, and the ids of training vertices
         several = problem.stats.learned != "label"
@@ -188,7 +189,7 @@ class ChunkLayer:
 
     def work(self, op: str, direction: str) -> Work | None:
         """Return the work of an operation, or None for an empty exchange."""
-        n, sizes = self.n, (self.layer, self.n.rows, self.n.sources, self.n.edges)
+        n = self.n
         match op:
             case "load" | "store":
                 nbytes = (self.loaded if op == "load" else self.stored)(direction)
@@ -196,7 +197,7 @@ class ChunkLayer:
             case "loss":
                 return finish(self.problem, n.rows, None)
             case "forward" | "backward":
-                forward, backward = self.model.work(*sizes)
+                forward, backward = self.model.work(self.layer, *self.sizes)
                 if op == "forward":
                     return forward
                 return backward if self.is_last else forward + backward  # recomputes forward
@@ -208,7 +209,7 @@ class ChunkLayer:
     def held(self, op: str) -> OpMemory:
         """Return the memory of a pass, which leaves nothing on the device for the next chunk."""
         n, returns = self.n, op == "backward" and not self.is_last
-        need = layer_memory(self.model, self.layer, n.rows, n.sources, n.edges)
+        need = layer_memory(self.model, self.layer, *self.sizes)
         loaded = self.read + self.edges + (self.outputs if returns else self.labels)
         if op == "forward":
             return OpMemory(loaded + need.left, 0.0)

@@ -97,7 +97,7 @@ def blocks_bytes(problem: Problem, layout: AnyLayout, count: int = 1) -> np.ndar
         f = layout.facts(layer)
         if (kind := layout.kind(layer)) not in seen:  # layers of the same kind share their blocks
             seen.add(kind)
-            total = total + block_bytes(model, spec, f.rows, f.sources, f.edges) + 8 * f.sent_rows
+            total = total + block_bytes(model, spec, *f.sizes) + 8 * f.sent_rows
     return np.asarray(count * (total + 16 * f.rows))
 
 
@@ -144,7 +144,7 @@ def _during_evaluation(problem: Problem, layout: AnyLayout) -> np.ndarray:
     model, most = problem.model, np.zeros(problem.ranks)
     for layer, spec in enumerate(model.layers, 1):
         f = layout.facts(layer)
-        need = layer_memory(model, layer, f.rows, f.sources, f.edges)
+        need = layer_memory(model, layer, *f.sizes)
         # first own rows, rows to send, and a copy of all rows read; then the copy only
         row = spec.h_in * model.itemsize * (layer > model.first_varying)
         joined, computed = (f.local + f.sent_rows + f.sources) * row, f.sources * row + need.left
@@ -286,9 +286,7 @@ class LayerHolds:
         return layer_memory(
             self.model if f.remote_own is None else self.model.without_ends(self.layer),
             self.layer,
-            f.rows,
-            f.sources,
-            f.edges,
+            *f.sizes,
             narrow=self.step.options.narrow,
             local=f.local,
             drops_output=drops_output,
@@ -346,8 +344,7 @@ def step(
         """
         f, away = facts[layer], facts[layer].remote_own
         counted = model if away is None else model.without_ends(layer)
-        sizes = f.rows, f.sources, f.edges, options.narrow
-        work = counted.work(layer, *sizes, away=0.0 if away is None else away)
+        work = counted.work(layer, *f.sizes, options.narrow, away=0.0 if away is None else away)
         if options.narrow:
             work = work + model.project(layer + 1, f.rows)
         if options.checkpoint:  # the backward pass recomputes the forward pass

@@ -533,7 +533,7 @@ class Batch:
         own = {layer: batch.facts(layer) for layer in range(1, len(model.layers) + 1)}
         first, width = own[1], model.layers[0].h_out * model.itemsize
         # rows, sources and edges of layer 1 over each rank's rail [3, ranks]
-        of_rank = np.array([first.rows, first.sources, first.edges], dtype=float)
+        of_rank = np.array(first.sizes, dtype=float)
         self.of_rail = rows, sources, edges = sums(self.rails, of_rank)
         # counts of each layer; of layer 1, over each rank's rail
         self.facts = own | {1: replace(first, rows=rows, sources=sources, edges=edges)}
@@ -598,9 +598,7 @@ class Batch:
         applied = Compute(
             elementwise_bytes=passes * model.itemsize, launches=4, itemsize=model.itemsize
         )
-        layers = (
-            model.work(layer, f.rows, f.sources, f.edges) for layer, f in facts.items() if layer > 1
-        )
+        layers = (model.work(layer, *f.sizes) for layer, f in facts.items() if layer > 1)
         forward, backward = reduce(add, layers, BothPasses(applied, applied))
         loss = finish(self.problem, self.last.rows, self.batch.scored)
         return [
@@ -630,7 +628,7 @@ class Batch:
         positions, model = 8 * (self.facts[1].rows - self.first.rows), self.model
         total = 16.0 * self.last.rows + positions
         for spec, f in zip(model.layers, self.facts.values(), strict=True):
-            total = total + block_bytes(model, spec, f.rows, f.sources, f.edges)
+            total = total + block_bytes(model, spec, *f.sizes)
         return np.asarray(total)
 
     # -- memory --------------------------------------------------------------------------------

@@ -344,7 +344,7 @@ class Supply:
             each = max(28, weighing * spec.weighs_edges)
             edges = f.edges + f.rows if spec.self_edges else f.edges
             peak = np.maximum(peak, finished + each * edges + 72 * f.sources)
-            finished = finished + block_bytes(model, spec, f.rows, f.sources, f.edges)
+            finished = finished + block_bytes(model, spec, *f.sizes)
             drawn = drawn + 4 * batch.sampled(layer)
         return np.asarray(drawn + 2 * self.problem.stats.vertices + peak)
 
@@ -414,7 +414,7 @@ def held_by_sampler(problem: Problem, batch: MiniBatch) -> np.ndarray:
     for layer, spec in layers:
         f = batch.facts(layer)
         peak = np.maximum(peak, kept + LAID[spec.edges][1] * (f.edges + spec.self_edges * f.rows))
-        kept = kept + block_bytes(problem.model, spec, f.rows, f.sources, f.edges)
+        kept = kept + block_bytes(problem.model, spec, *f.sizes)
     return np.asarray(peak)
 
 
