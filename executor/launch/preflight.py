@@ -271,7 +271,8 @@ def _resources(asked: RunRequest) -> Iterator[Row]:
     if SHARED_MEMORY.is_dir():
         free, planned, needed = shutil.disk_usage(SHARED_MEMORY).free, "none that is known", 0.0
         if prefetch:
-            copies = 2 + prefetch * is_cpu  # of a batch's blocks, in the prediction
+            # batches in the prediction: those in training (and the next one), and those that wait
+            copies = getattr(asked.strategy, "in_flight", 2) + prefetch * is_cpu
             needed = predicted.get("graph", 0.0) * prefetch / copies * ranks
             planned = f"{show_bytes(needed)} of batches that wait at least"
         here = f"{show_bytes(free)} free at {SHARED_MEMORY}"

@@ -22,6 +22,7 @@ from gnnplan.planner.decision import plan as documents
 from gnnplan.planner.decision.search import search
 from gnnplan.planner.strategies import parse
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.units import show_bytes
 from gnnplan.testing.ranks import Case
 
 GRAPH = "synthetic:community?vertices=200&edges=1600&features=8&classes=4&seed=0"
@@ -165,7 +166,7 @@ def test_shared_memory_holds_the_batches_that_wait(asked, ahead, monkeypatch):
     assert row(asked, "shared memory").verdict == "ok"
     found = row(ahead, "shared memory")
     assert found.verdict == "stops" and "--shm-size" in found.says
-    waiting = 2 * ahead.predicted["graph"] * 2 / 4
+    waiting = 2 * ahead.predicted["graph"] * 2 / 4  # one in training, one loaded, two that wait
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=waiting))
     assert row(ahead, "shared memory").verdict == "ok"
     # a tenth is what predictions may be off
@@ -176,6 +177,14 @@ def test_shared_memory_holds_the_batches_that_wait(asked, ahead, monkeypatch):
     assert memory["lists"] >= 8 * ahead.document["graph"]["vertices"], "degrees at least"
     more = edited(ahead, lambda d: d["best"]["predicted"]["memory"].update(lists=1e9))
     assert row(more, "shared memory") == row(ahead, "shared memory")
+
+
+@pytest.mark.parametrize(("pipelined", "in_flight"), [(False, 1), (True, 3)])
+def test_batches_that_wait_are_apart_from_those_in_flight(pipelined, in_flight):
+    mini = {"mode": "mini", "batch": 30, "fanout": (3, 2), "layers": 2, "hidden": 8}
+    plan = made(Case(f"p3(over='rank',prefetch=2,pipelined={pipelined})", GRAPH, mini))
+    waiting = show_bytes(2 * plan.predicted["graph"] * 2 / (in_flight + 2))
+    assert row(plan, "shared memory").planned.startswith(f"{waiting} of batches")
 
 
 def test_graph_data_in_a_servers_memory_is_asked_for(asked, monkeypatch):
