@@ -13,7 +13,7 @@ import time
 import tracemalloc
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,6 +75,21 @@ def allocations() -> Iterator[Callable[[], int]]:
         yield lambda: tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
+
+
+def raising(error: BaseException, within: Any = None) -> Callable[..., None]:
+    """A function that fails whatever it is given, in such a context."""
+
+    def broken(*_: object, **__: object) -> None:
+        with within or nullcontext():
+            raise error
+
+    return broken
+
+
+def rows_of(out: Path) -> list[dict[str, Any]]:
+    """What a run wrote of its epochs."""
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 WITHIN = 30  # [s] all processes must have ended after a rank is lost
@@ -153,9 +168,8 @@ class Started:
 
     def check_metrics(self) -> None:
         """Every finished epoch is a whole line, none twice, and the error counts them."""
-        text = (self.out / "metrics.jsonl").read_text()
-        rows = [json.loads(line) for line in text.splitlines()]
-        assert text.endswith("\n")
+        rows = rows_of(self.out)
+        assert rows == self.epochs()
         assert [row["epoch"] for row in rows] == list(range(1, len(rows) + 1))
         assert all(row["loss"] > 0 for row in rows) and len(rows) >= 3
         assert f"{len(rows)} finished epochs are in {self.out / 'metrics.jsonl'}" in self.stderr

@@ -9,13 +9,12 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from calls import Answer, ended_well, planned, spelt
+from calls import Answer, ended_well, planned, raising, rows_of, spelt
 from nightly import NIGHT
 
 from gnnplan import __version__
@@ -28,19 +27,28 @@ GRAPH = "synthetic:community?vertices=60&edges=400&features=8&classes=3&seed=0"
 
 
 @pytest.fixture(scope="module")
-def good_plan(tmp_path_factory):
-    """A plan of graph parallel on two ranks."""
-    path = tmp_path_factory.mktemp("plan") / "plan.json"
-    planned(path, "--graph", GRAPH, "--ranks 2 --hidden 8 --strategy graph_parallel")
-    return path.read_bytes()
+def plans(tmp_path_factory):
+    """Plans of graph parallel on two ranks: of a graph, of one without labels, of statistics."""
+    folder = tmp_path_factory.mktemp("plans")
+    src = np.arange(30)
+    np.savez(folder / "graph.npz", src=src, dst=(src + 1) % 30)
+    stats = "vertices: 1000\nedges: 5000\nfeatures: 8\nclasses: 3\n"
+    (folder / "stats.yaml").write_text(stats)
+    graphs = {
+        "plan": GRAPH,
+        "unlabelled": folder / "graph.npz",
+        "statistics": folder / "stats.yaml",
+    }
+    for name, graph in graphs.items():
+        asked = "--ranks 2 --hidden 8 --strategy graph_parallel"
+        planned(folder / f"{name}.json", "--graph", graph, asked)
+    return folder
 
 
 @pytest.fixture
-def plan_file(good_plan, tmp_path):
-    """A copy of it."""
-    path = tmp_path / "plan.json"
-    path.write_bytes(good_plan)
-    return path
+def plan_file(plans, tmp_path):
+    """A copy of the first."""
+    return Path(shutil.copy(plans / "plan.json", tmp_path))
 
 
 def test_profile(gnnplan):
@@ -255,8 +263,7 @@ class Trained(NamedTuple):
 
     @property
     def losses(self) -> list[float]:
-        lines = (self.out / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line)["loss"] for line in lines]
+        return [row["loss"] for row in rows_of(self.out)]
 
 
 @pytest.fixture(scope="module")
@@ -308,7 +315,7 @@ def test_run_says_one_document_and_leaves_all_files(trained):
         per_rank = [f"{k}{rank}.json" for k in ("rank", "trace.rank") for rank in range(ranks)]
         always = {"plan.json", "options.json", "metrics.jsonl", "weights.safetensors"}
         assert {path.name for path in run.out.iterdir()} == {*always, *per_rank}
-        rows = [json.loads(line) for line in (run.out / "metrics.jsonl").read_text().splitlines()]
+        rows = rows_of(run.out)
         assert [row["epoch"] for row in rows] == list(range(1, EPOCHS + 1))
         assert all(row["epoch_s"] > 0 for row in rows)
         # as the umask says, not only for the owner
@@ -333,14 +340,13 @@ def test_a_report_shows_what_runs_measured(trained, copied, gnnplan, tmp_path):
     assert (diamonds["name"], diamonds["y"]) == ("measured", [0])
 
 
-def test_a_report_refuses_a_run_of_another_plan(trained, gnnplan, tmp_path, good_plan):
-    output, plan, run = tmp_path / "report.html", tmp_path / "plan.json", trained["batches"].out
-    plan.write_bytes(good_plan)
-    answer = gnnplan("report", plan, run, "-o", output)
+def test_a_report_refuses_a_run_of_another_plan(trained, gnnplan, tmp_path, plan_file):
+    output, run = tmp_path / "report.html", trained["batches"].out
+    answer = gnnplan("report", plan_file, run, "-o", output)
     assert answer.code == 2 and f"{run} is a run of another question" in answer.err
-    answer = gnnplan("report", plan, tmp_path, "-o", output)
+    answer = gnnplan("report", plan_file, tmp_path, "-o", output)
     assert answer.code == 2 and "is not a finished run" in answer.err
-    assert list(tmp_path.iterdir()) == [plan]
+    assert list(tmp_path.iterdir()) == [plan_file]
 
 
 def test_a_runs_epoch_is_the_median_of_all_but_its_first_two(tmp_path):
@@ -628,32 +634,11 @@ def edited(folder: Path, call: str) -> list[object]:
     return [verb, folder / "changed.json", "--out out" if verb == "run" else ""]
 
 
-FORCED = "--ranks 2 --strategy graph_parallel"
-
-
-def stats_plan(folder: Path) -> Path:
-    stats = folder / "stats.yaml"
-    stats.write_text("vertices: 1000\nedges: 5000\nfeatures: 8\nclasses: 3\n")
-    return planned(folder / "other.json", "--graph", stats, FORCED)
-
-
-def over_a_run(folder: Path) -> list[object]:
-    (folder / "metrics.jsonl").touch()
-    return ["simulate plan.json --trace ."]
-
-
-def unlabelled_plan(folder: Path) -> Path:
-    src = np.arange(30)
-    np.savez(folder / "graph.npz", src=src, dst=(src + 1) % 30)
-    return planned(folder / "other.json", "--graph", folder / "graph.npz", FORCED)
-
-
 PLAN, PLAY = f"plan --graph {GRAPH}", "simulate plan.json"
-# calls, in a folder that holds a good plan -> what the message must say
+# calls, in a folder that holds the plans and a run -> what the message must say
 CALLED = {
     "plan --scale 1,2 -o p.json": "--scale compares sizes and makes no plan for -o; leave it out",
     "plan --scale 1,2 --report r.html --explain": "makes no plan for --report, --explain; leave them out",
-    "plan --graph absent.npz": "absent.npz: no such file",
     f"{PLAN} -o no/p.json": "the folder .*no does not exist; create it first",
     f"{PLAN} -o plan.json/p": "plan.json: is a file, but a folder is needed; give another place",
     # each was lost
@@ -674,6 +659,11 @@ CALLED = {
     "run plan.json --timeout 0": "--timeout",
     "run plan.json --emulate 10us": "not a rate such as 400Mbit/s",
     "validate .": "is not a finished run",
+    # after a minute it was written, with "next: gnnplan run"
+    "tune statistics.json --out out": "is known by statistics only and cannot be trained; plan with a graph file",
+    "run statistics.json --out out": "known by statistics only and cannot be trained; plan with",
+    "run unlabelled.json --out out": "no labelled training vertices.*plan with a graph that has y",
+    "simulate plan.json --trace run": "holds a run, whose traces would be lost; give another",
     "measure --ranks 0": "--ranks",
     "planz": "No such command 'planz'",
     "plan --grap x": "No such option: --grap",
@@ -729,14 +719,12 @@ SIMULATED = {
 }
 EDITED = {  # a verb, a value of the good plan, what it becomes
     'simulate workload.dtype "auto"': "workload.dtype: auto is no type",
-    'simulate gnnplan "9.9"': rf"changed.json was made by gnnplan 9.9, this is {re.escape(__version__)}; plan again",
     'run gnnplan "9.9"': rf"version: planned gnnplan 9.9, here gnnplan {re.escape(__version__)}; plan again",
     'simulate graph.source "gone.npz"': "gone.npz: no such file.* put it back, or plan again",
     "simulate graph 5": "changed.json: graph must be an object",
     "simulate graph.source 5": "changed.json: graph.source must be text",
     'simulate graph.directed "x"': "changed.json: graph.directed must be true or false",
     "simulate cluster []": "changed.json: cluster must be an object",
-    'simulate cluster.servers "x"': "changed.json: cluster.servers: must be a whole number, as 2, not 'x'",
     'run workload.layers "x"': "changed.json: workload.layers: must be a whole number, as 2, not 'x'",
     'run partitioner "zzz"': "changed.json: partitioner 'zzz' is unknown; allowed: metis",
     "simulate best [1]": "changed.json: best must be an object",
@@ -745,46 +733,27 @@ EDITED = {  # a verb, a value of the good plan, what it becomes
     'simulate best.strategy.staleness "x"': "changed.json: best.strategy: graph_parallel: staleness is int, not 'x'",
     'run best.strategy {"name": "gnnpipe", "stages": 99}': "use stages <= 3",
 }
-Make = Callable[[Path], list[object]]
-# what -> (words of the call, in a folder that holds a good plan; what the message must say)
-BAD: dict[str, tuple[Make, str]] = {
-    # after a minute it was written, with "next: gnnplan run"
-    "tune: statistics": (
-        lambda folder: ["tune", stats_plan(folder), "--out out"],
-        "is known by statistics only and cannot be trained; plan with a graph file",
-    ),
-    "run: statistics": (
-        lambda folder: ["run", stats_plan(folder), "--out out"],
-        "known by statistics only and cannot be trained; plan with",
-    ),
-    "simulate: over a run": (over_a_run, "holds a run, whose traces would be lost; give another"),
-    "run: no labels": (
-        lambda folder: ["run", unlabelled_plan(folder), "--out out"],
-        "no labelled training vertices.*plan with a graph that has y",
-    ),
-    **{words: (lambda _, words=words: [words], said) for words, said in CALLED.items()},
-    **{words: (lambda _, words=words: [PLAN, words], said) for words, said in ASKED.items()},
-    **{words: (lambda _, words=words: [PLAY, words], said) for words, said in SIMULATED.items()},
-    **{words: (lambda at, words=words: edited(at, words), said) for words, said in EDITED.items()},
-}
+BAD = CALLED | ASKED | SIMULATED | EDITED
 
 
 def everything(folder: Path) -> dict[Path, bytes | None]:
     return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
-@pytest.mark.parametrize("what", BAD)
-def test_bad_input(what, gnnplan, tmp_path, plan_file, monkeypatch):
+@pytest.mark.parametrize("words", BAD)
+def test_bad_input(words, gnnplan, tmp_path, plans, monkeypatch):
     """Exit 2, a line for people and a document for programs; nothing written."""
-    monkeypatch.chdir(tmp_path)
-    make, words = BAD[what]
-    call = make(tmp_path)
+    monkeypatch.chdir(shutil.copytree(plans, tmp_path, dirs_exist_ok=True))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    verb = PLAN if words in ASKED else PLAY if words in SIMULATED else ""
+    call = edited(tmp_path, words) if words in EDITED else [verb, words]
     before = everything(tmp_path)
     answer = gnnplan(*call, "--json")
     assert answer.code == 2, answer
     document = answer.document
     assert document["exit_code"] == 2 and set(document) == {"error", "exit_code"}
-    assert re.search(words, document["error"], re.S), document["error"]
+    assert re.search(BAD[words], document["error"], re.S), document["error"]
     assert document["error"].lower() in answer.err.lower() and "Traceback" not in answer.err
     assert "pydantic" not in answer.err and "NoneType" not in answer.err
     assert everything(tmp_path) == before
@@ -810,7 +779,7 @@ def test_a_dry_run_prints_what_the_plan_asks_for(plan_file, tmp_path, gnnplan, m
 
 
 @pytest.mark.slow
-def test_a_dry_run_refuses_what_a_run_refuses(plan_file, tmp_path, gnnplan, monkeypatch):
+def test_a_dry_run_refuses_what_a_run_refuses(plan_file, plans, tmp_path, gnnplan, monkeypatch):
     """It said `it would run as planned` of folders, options and plans that the run then refused."""
     from gnnplan.executor.launch import emulation, preflight
 
@@ -818,7 +787,6 @@ def test_a_dry_run_refuses_what_a_run_refuses(plan_file, tmp_path, gnnplan, monk
     old.mkdir()
     (old / "metrics.jsonl").write_text("{}\n")
     (old / "plan.json").write_bytes(plan_file.read_bytes())
-    unlabelled = unlabelled_plan(tmp_path)
     _, bits, _ = edited(tmp_path, "run best.strategy.bits 2")
     monkeypatch.setattr(preflight, "find_spec", lambda _: None)
     monkeypatch.setattr(emulation.shutil, "which", lambda tool: None)
@@ -827,7 +795,7 @@ def test_a_dry_run_refuses_what_a_run_refuses(plan_file, tmp_path, gnnplan, monk
         "run folder": [plan_file, "--out", old],
         "run folder: planned new, here": [plan_file, "--out", plan_file],
         "run folder: planned a checkpoint": ["--resume", old],
-        "training": [unlabelled, "--out", new],
+        "training": [plans / "unlabelled.json", "--out", new],
         "training: planned graph_parallel(bits=2)": [bits, "--staleness-errors --out", new],
         "TensorBoard": [plan_file, "--tensorboard", board, "--out", new],
         "servers": [plan_file, "--emulate unshaped --out", new],
@@ -859,14 +827,6 @@ def test_wrong_use_without_json(gnnplan):
     assert gnnplan("profile absent.npz") == Answer(2, "", "error: absent.npz: no such file\n")
     nothing = gnnplan()
     assert nothing.code == 2 and "Usage: gnnplan" in nothing.out + nothing.err
-
-
-def raising(error: BaseException, within: Any = None) -> Callable[..., None]:
-    def broken(*_: object, **__: object) -> None:
-        with within or nullcontext():
-            raise error
-
-    return broken
 
 
 DENIED = PermissionError(13, "Permission denied", "graph/x.npy")

@@ -3,7 +3,6 @@ whose peer NCCL waits for says so before torch's watchdog ends it; the GPU is fa
 that the system refuses something: memory, files, processes. And what TensorBoard reads of a run."""
 
 import errno
-import json
 import os
 import re
 import resource
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from calls import planned
+from calls import planned, rows_of
 
 from gnnplan.executor.launch import failure, preflight, rank_process
 from gnnplan.executor.launch.failure import FAILED_WITH_OTHERS, explain, ran_out
@@ -255,7 +254,7 @@ def test_tensorboard_reads_what_a_run_recorded(reader, tmp_path, monkeypatch):
     assert follow(plan, out, options) == 0
     again = Options(6, 3, checkpoint_every=2, tensorboard=str(board), resume=True)
     assert follow(plan, out, again) == 0
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(out)
     assert len(rows) == 6 and all(row["peak_memory_bytes"] > 1e6 for row in rows)
     events = reader.EventAccumulator(str(board)).Reload()
     assert set(events.Tags()["scalars"]) == set(TAGS)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from asked import on
+from calls import rows_of
 
 from gnnplan.executor.layers.copies import Staging
 from gnnplan.executor.ranks.rank import open_rank
@@ -108,7 +109,7 @@ def test_steps_launched_as_one_equal_others(gpu_rank, graphs, tmp_path, model, m
         problem, out = case.problem(1), tmp_path / str(replays)
         out.mkdir()
         net = train(gpu_rank, problem, case.settled(problem), out, 12, 0)
-        rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        rows = rows_of(out)
         assert [r.get("replayed", False) for r in rows] == [replays and n >= 5 for n in range(12)]
         found.append((net.state_dict(), [row["loss"] for row in rows]))
     (weights, losses), (others, other_losses) = found

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from calls import raising
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -217,10 +218,7 @@ def test_sums_of_linear_layers_by_blocks_of_rows(rows, relu, library, monkeypatc
 
 
 def test_the_probe_survives_a_torch_without_the_operation(monkeypatch):
-    def gone(*_: object) -> None:
-        raise AttributeError("no such operation")
-
-    monkeypatch.setattr(matmul, "_onednn", gone)
+    monkeypatch.setattr(matmul, "_onednn", raising(AttributeError("no such operation")))
     assert matmul.has_onednn() is False
 
 

@@ -17,6 +17,7 @@ import networkx as nx
 import pytest
 import torch
 import torch.distributed as dist
+from calls import raising
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gnnplan.executor.ranks.rank import Lanes, Rank, backend_of
@@ -177,11 +178,8 @@ def test_nothing_follows_what_failed_on_a_lane():
     """Memory ran out before a message was sent. The next one went in its place, of another length,
     and Gloo ended the peer, which was then named as the rank that was lost."""
     lanes, done = Lanes(torch.device("cpu"), are_streams=False), []
-
-    def fail() -> None:
-        raise MemoryError("the first")
-
-    asked = [lanes.submit("comm", fail), lanes.submit("comm", lambda: done.append("comm"))]
+    asked = [lanes.submit("comm", raising(MemoryError("the first")))]
+    asked += [lanes.submit("comm", lambda: done.append("comm"))]
     other = lanes.submit("disk", lambda: done.append("disk"))
     for future in asked:
         with pytest.raises(MemoryError, match="the first"):
@@ -212,10 +210,7 @@ def test_a_step_that_cannot_be_recorded_is_told_its_number_again():
         clock: torch.Tensor | None = None
 
     worker = Worker()
-
-    def step() -> None:
-        raise RuntimeError("operation not permitted when stream is capturing")
-
+    step = raising(RuntimeError("operation not permitted when stream is capturing"))
     with pytest.raises(RuntimeError):
         Replay(worker, step, torch.device("cpu"))
     assert worker.clock is None

@@ -12,7 +12,7 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from calls import call, ended_well, planned
+from calls import call, ended_well, planned, raising
 from nightly import at_night
 
 from gnnplan.executor.emit import partitions
@@ -147,11 +147,9 @@ def test_what_fails_leaves_nothing(asked, tmp_path, monkeypatch):
     (tmp_path / "there").mkdir()
     with pytest.raises(SpecError, match="already there"):
         partitions.pyg(asked.problem, asked.strategy, tmp_path / "there")
-
-    def ends_early(*_: object) -> None:  # as torch says that the disk is full
-        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 832 vs 726")
-
-    monkeypatch.setattr(torch, "save", ends_early)
+    # as torch says that the disk is full
+    full = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 832 vs 726")
+    monkeypatch.setattr(torch, "save", raising(full))
     with pytest.raises(RuntimeError):
         partitions.pyg(asked.problem, asked.strategy, tmp_path / "parts")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))

@@ -1,7 +1,6 @@
 """Ranks sit where the plan has put them: launchers count GPUs, everything else is in the plan; and
 an epoch lasts until the slowest is through. Run as a script this file is one rank."""
 
-import json
 import os
 import sys
 import time
@@ -12,6 +11,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from calls import rows_of
 
 from gnnplan.executor.ranks.rank import stay_on_own_cores
 from gnnplan.planner.decision import plan
@@ -85,8 +85,8 @@ def test_an_epochs_seconds_are_those_of_the_slowest_rank(tmp_path, graphs, fork_
     ranks = [(words, env | {"RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
     ended = fork_server.run(ranks, tmp_path, SECONDS - 10)
     assert [rank.code for rank in ended] == [0, 0], ended
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert len(lines) == 3 and all(line["epoch_s"] >= DELAY for line in lines)
+    rows = rows_of(tmp_path)
+    assert len(rows) == 3 and all(row["epoch_s"] >= DELAY for row in rows)
 
 
 def main(graph: str, out: str) -> None:

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from asked import on
-from calls import Started, free_port, planned
+from calls import Started, free_port, planned, raising
 from torch.distributed import HashStore, PrefixStore
 
 from gnnplan.executor.launch import rank_process
@@ -127,11 +127,8 @@ def test_a_store_that_others_may_reach_by_another_address_listens_on_all(address
     """On its own server a name may lead to 127.0.1.1, on the others to the server's address; a
     container is reached by its host's address, which it cannot listen at."""
     port = free_port()
-
-    def outside(*_: object, **__: object) -> socket.socket:
-        raise OSError("cannot assign requested address")
-
     if address != "localhost":
+        outside = raising(OSError("cannot assign requested address"))
         monkeypatch.setattr(socket, "create_server", outside)
     store = join({"MASTER_ADDR": address, "MASTER_PORT": str(port)}, LIMIT, hosts=True)
     with socket.create_connection(("127.0.0.2", port), timeout=5):

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from calls import call, ended_well, free_port, planned
+from calls import call, ended_well, free_port, planned, rows_of
 
 from gnnplan.api.running import Run
 from gnnplan.cli.files import FILES
@@ -79,7 +79,7 @@ def test_a_restart_goes_on_with_its_own_run_alone(plans, attempt, tmp_path):
     (out / "rank0.json").unlink()
     (out / "checkpoints" / "epoch4.rank0.safetensors").unlink()
     assert attempt(1, one, *words)[0] == 0
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(out)
     assert [row["epoch"] for row in rows] == [1, 2, 3, 4]
     assert files(out)[str(out / "weights.safetensors")] == there[str(out / "weights.safetensors")]
 

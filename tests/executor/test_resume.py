@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from calls import call, planned, srun
+from calls import call, planned, rows_of, srun
 from nightly import at_night
 from safetensors.torch import save_file
 
@@ -84,8 +84,7 @@ def test_servers_with_disks_of_their_own_resume_from_these(tmp_path, fork_server
     how = "--epochs 4 --checkpoint-every 2 --eval-every 3"
     run(1, str(plan), "--out", out, *how.split())
     run(2, "--resume", out, "--epochs", "7")
-    told = (tmp_path / "server0" / "metrics.jsonl").read_text()
-    rows = [json.loads(line) for line in told.splitlines()]
+    rows = rows_of(tmp_path / "server0")
     # with the options that it had
     assert [row["epoch"] for row in rows if row["val_accuracy"] is not None] == [3, 4, 6, 7]
 
@@ -327,7 +326,7 @@ def test_torchrun_ranks_go_on_with_another_plan(tmp_path, fork_server):
 
     run(2, "--out", str(out), "--epochs", "4", "--checkpoint-every", "2", "--eval-every", "3")
     said = run(3, "--resume", str(out), "--epochs", "7")
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(out)
     assert [row["epoch"] for row in rows if row["val_accuracy"] is not None] == [3, 4, 6, 7]
     assert json.loads((out / "plan.until4.json").read_text())["best"]["gpus"] == 2
     assert json.loads((out / "plan.json").read_text())["best"]["gpus"] == 3

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from calls import allocations
+from calls import allocations, raising
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -398,11 +398,7 @@ def test_writing_replaces_or_leaves_the_old_file_and_nothing_else(tmp_path, monk
     umask = os.umask(0)
     os.umask(umask)
     assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
-
-    def full(_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", raising(OSError(28, "No space left on device")))
     with pytest.raises(SpecError, match=r"plan.json: cannot be written \(No space left"):
         files.write_atomically(path, "new")
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["plan.json"]

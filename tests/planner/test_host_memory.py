@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from asked import changed, on
+from calls import raising
 from nightly import NIGHT, at_night, covered
 
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
@@ -302,9 +303,7 @@ def test_steps_under_way_together_are_held_together():
 
 @pytest.mark.parametrize("problem", [TWO, MINI], ids=["full", "mini"])
 def test_nothing_of_memory_is_computed_until_it_is_asked(problem, monkeypatch):
-    def computed(*_: object, **__: object) -> None:
-        raise AssertionError
-
+    computed = raising(AssertionError())
     for room in (of_layers, of_chunks, of_stages, of_columns):
         monkeypatch.setattr(room, "layer_memory", computed)
     monkeypatch.setattr(of_tiles, "keeps", computed)

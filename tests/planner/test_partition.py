@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from asked import graph_of, uniform
+from calls import raising
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nightly import examples
@@ -175,12 +176,9 @@ def test_repair_moves_the_last_vertices_of_the_largest_part():
 def test_the_cache_answers_and_survives_damage(own_cache, graph, monkeypatch):
     part = partition(graph, 4)
     (path,) = own_cache.glob("partitions/*.npz")
-
-    def fail(*_, **__):
-        raise AssertionError("METIS was asked again")
-
     with monkeypatch.context() as patch:
-        patch.setattr("gnnplan.planner.graph.partition.cut", fail)
+        asked_again = raising(AssertionError("METIS was asked again"))
+        patch.setattr("gnnplan.planner.graph.partition.cut", asked_again)
         assert np.array_equal(partition(graph, 4), part)
         with pytest.raises(AssertionError):
             partition(graph, 4, seed=1)  # another seed is another partition
@@ -255,11 +253,8 @@ def test_kaminpar_that_is_not_installed_is_named_with_its_remedy(own_cache, grap
 
 def test_metis_that_fails_is_told_with_a_remedy(graph, monkeypatch):
     """'Caught an unknown exception!' was all that a user read of 93 million edges."""
-
-    def fail(*_, **__):
-        raise RuntimeError("Caught an unknown exception!")
-
-    monkeypatch.setattr("pymetis.part_graph", fail)
+    failing = raising(RuntimeError("Caught an unknown exception!"))
+    monkeypatch.setattr("pymetis.part_graph", failing)
     with pytest.raises(SpecError, match=r"METIS failed on 80,000 .* kaminpar or hash"):
         module.cut("metis", graph.csr_edges, 8, 0)
 
