@@ -87,6 +87,26 @@ def raising(error: BaseException, within: Any = None) -> Callable[..., None]:
     return broken
 
 
+def everything(folder: Path) -> dict[Path, bytes | None]:
+    """What is in a folder, and in its folders."""
+    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+def turn_a_bit(path: Path, at: int = -1) -> None:
+    """Of this byte, as a disk or a copy may."""
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 1
+    path.write_bytes(raw)
+
+
+@contextmanager
+def rewritten(path: Path) -> Iterator[Any]:
+    """`with rewritten(path) as document`: a file of JSON, as it is changed in the block."""
+    document = json.loads(path.read_text())
+    yield document
+    path.write_text(json.dumps(document))
+
+
 def rows_of(out: Path) -> list[dict[str, Any]]:
     """What a run wrote of its epochs."""
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import scipy.sparse
 import torch
+from calls import rewritten
 from typer.testing import CliRunner
 
 import gnnplan
@@ -349,8 +350,7 @@ def test_graphs_in_memory_are_planned_and_kept_by_content(own_cache):
     forms = [matrix, ring, ends, ends.numpy(), tuple(ends), [*ends.numpy()], entries]
 
     def planned(graph: object) -> gnnplan.Plan:
-        options = {"task": "none", "features": "8", "strategy": "graph_parallel"}
-        return gnnplan.plan(graph, ranks=2, **options, **FIELDS)
+        return gnnplan.plan(graph, ranks=2, strategy="graph_parallel", **STAND_INS, **FIELDS)
 
     plans = [planned(graph) for graph in forms]
     assert {plan.document["graph"]["edges"] for plan in plans} == {4 * n}
@@ -358,8 +358,6 @@ def test_graphs_in_memory_are_planned_and_kept_by_content(own_cache):
     before = sorted((own_cache / "graphs").iterdir())
     planned(matrix)
     assert sorted((own_cache / "graphs").iterdir()) == before
-    with pytest.raises(gnnplan.SpecError, match="a graph is a DGLGraph"):
-        gnnplan.plan(object(), "dgx_a100")
 
 
 @pytest.mark.processes
@@ -375,9 +373,8 @@ def test_from_an_object_in_memory_to_a_validated_run(run, tmp_path):
     assert str(report) == command("validate", run.out).rstrip()
     assert gnnplan.validate([run]).document["runs"] == 1
     spoilt = shutil.copytree(run.out, tmp_path / "spoilt")
-    rank = json.loads((spoilt / "rank0.json").read_text())
-    rank["bytes"]["halo"] += 1
-    (spoilt / "rank0.json").write_text(json.dumps(rank))
+    with rewritten(spoilt / "rank0.json") as rank:
+        rank["bytes"]["halo"] += 1
     assert not gnnplan.validate(spoilt).ok
     plan = gnnplan.load_plan(run.out / "plan.json")
     with pytest.raises(gnnplan.SpecError, match="holds a run already"):

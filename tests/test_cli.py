@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from calls import Answer, ended_well, planned, raising, rows_of, spelt
+from calls import Answer, ended_well, everything, planned, raising, rewritten, rows_of, spelt
 from nightly import NIGHT
 
 from gnnplan import __version__
@@ -32,8 +32,7 @@ def plans(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plans")
     src = np.arange(30)
     np.savez(folder / "graph.npz", src=src, dst=(src + 1) % 30)
-    stats = "vertices: 1000\nedges: 5000\nfeatures: 8\nclasses: 3\n"
-    (folder / "stats.yaml").write_text(stats)
+    (folder / "stats.yaml").write_text("vertices: 1000\nedges: 5000\nfeatures: 8\nclasses: 3\n")
     graphs = {
         "plan": GRAPH,
         "unlabelled": folder / "graph.npz",
@@ -395,10 +394,9 @@ def copied(trained, tmp_path):
 
 
 def swap_first_computations(path: Path) -> None:
-    trace = json.loads(path.read_text())
-    one, other, *_ = (e for e in trace["traceEvents"] if e["args"].get("lane") == "compute")
-    one["name"], other["name"] = other["name"], one["name"]
-    path.write_text(json.dumps(trace))
+    with rewritten(path) as trace:
+        one, other, *_ = (e for e in trace["traceEvents"] if e["args"].get("lane") == "compute")
+        one["name"], other["name"] = other["name"], one["name"]
 
 
 def test_validate_says_1_where_bytes_or_order_differ(copied, gnnplan):
@@ -429,12 +427,9 @@ def test_validate_of_several_runs_says_1_where_the_order_of_one_differs(copied, 
 
 def test_validate_says_first_that_a_run_was_on_another_kind_of_device(copied, gnnplan):
     """A plan for GPUs that ran on CPUs: its seconds say nothing of the prediction."""
-    path = copied / "plan.json"
-    plan = json.loads(path.read_text())
-    plan["cluster"]["device"] |= {"kind": "cuda", "name": "NVIDIA A100"}
-    path.write_text(json.dumps(plan))
-    answer = gnnplan("validate", copied)
-    lines = answer.out.splitlines()
+    with rewritten(copied / "plan.json") as plan:
+        plan["cluster"]["device"] |= {"kind": "cuda", "name": "NVIDIA A100"}
+    lines = gnnplan("validate", copied).out.splitlines()
     assert lines[0].startswith("note: this run was on cpu, and its plan is for cuda (NVIDIA A100);")
     said = "costs of another kind of device are not judged: plan for the one that it ran on"
     assert lines[-1] == f"diagnosis: volume and order are as planned; {said}"
@@ -556,7 +551,7 @@ def test_an_interrupted_run_says_what_is_kept(plan_file, gnnplan, tmp_path, monk
 @pytest.mark.usefixtures("untrained")
 def test_a_run_of_the_next_strategy_keeps_it_in_its_plan(gnnplan, tmp_path, monkeypatch):
     """So that `validate` compares with the strategy's own prediction, and --resume goes on with it.
-    That a run of it is predicted right is tested with the launch files (test_restarted.py)."""
+    That a run of it is predicted right is tested with the launch files (test_launchers.py)."""
     monkeypatch.chdir(tmp_path)
     plan = gnnplan("plan --graph", GRAPH, "--ranks 2 --hidden 8 -o plan.json --json").document
     answer = gnnplan("run plan.json --strategy NEXT --out run")
@@ -580,8 +575,8 @@ def test_the_plan_before_is_kept_where_another_goes_on(plan_file, gnnplan, tmp_p
     (out / "plan.json").write_text(json.dumps(other))
     (out / "metrics.jsonl").write_text('{"epoch": 1}\n' * 10)
     for objective in ("time", "energy"):  # the first of the two trained nothing
-        plan = json.loads(plan_file.read_text()) | {"objective": objective}
-        plan_file.write_text(json.dumps(plan))
+        with rewritten(plan_file) as plan:
+            plan["objective"] = objective
         assert gnnplan("run", plan_file, "--resume", out).code == 0
         assert json.loads((out / "plan.until10.json").read_text()) == other
         assert json.loads((out / "plan.json").read_text()) == plan
@@ -734,10 +729,6 @@ EDITED = {  # a verb, a value of the good plan, what it becomes
     'run best.strategy {"name": "gnnpipe", "stages": 99}': "use stages <= 3",
 }
 BAD = CALLED | ASKED | SIMULATED | EDITED
-
-
-def everything(folder: Path) -> dict[Path, bytes | None]:
-    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
 @pytest.mark.parametrize("words", BAD)

@@ -152,10 +152,9 @@ def commands(document: Path) -> Iterator[list[str]]:
 
 def test_commands_in_documents_have_options_that_exist():
     """An option that was renamed stayed in a how-to; the commands of tutorials run at night."""
-    verbs = get_command(app).commands
     known = {
         name: {option for one in verb.get_params(Context(verb)) for option in one.opts}
-        for name, verb in verbs.items()
+        for name, verb in get_command(app).commands.items()
     }
     count = 0
     for document in CURRENT:

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from calls import call, planned
+from calls import call, everything, planned
 from nightly import NIGHT, at_night
 
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -27,8 +27,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason=
 
 def plan(folder: Path, ranks: int, *more: str) -> Path:
     """A plan.json on `ranks` ranks, made in this process."""
-    how = f"--ranks {ranks} --hidden 8"
-    return planned(folder / "plan.json", "--graph", GRAPH, how, *more)
+    return planned(folder / "plan.json", "--graph", GRAPH, f"--ranks {ranks} --hidden 8", *more)
 
 
 def test_a_killed_rank_ends_all_and_is_named(tmp_path, start):
@@ -44,11 +43,11 @@ def test_a_killed_rank_ends_all_and_is_named(tmp_path, start):
     run.check_metrics()
     said = json.loads(run.stdout)
     assert said["exit_code"] == 4 and f"rank {victim} (server 0) was lost" in said["error"]
-    kept = {path: path.read_bytes() for path in run.out.rglob("*") if path.is_file()}
+    kept = everything(run.out)
     assert "weights.safetensors" not in {path.name for path in kept}
     with pytest.raises(SpecError, match="holds a run already"):  # what is left is not overwritten
         call("run", tmp_path / "plan.json", "--out", run.out)
-    assert {path: path.read_bytes() for path in run.out.rglob("*") if path.is_file()} == kept
+    assert everything(run.out) == kept
 
 
 @pytest.mark.nightly
@@ -150,8 +149,7 @@ def test_a_rank_that_the_kernel_killed_for_its_memory():
 
     told = account({"features": 3e6, "halo": 0.0, "activations": 12e6})
     gone, names = {0: Gone(75, 1), 1: Gone(-9, 2)}, ["rank 0 (server 0)", "rank 1 (server 0)"]
-    records = [Activity(), Activity()]
-    error = blame(gone, records, names, 3.0, "All ranks were stopped", told)
+    error = blame(gone, [Activity(), Activity()], names, 3.0, "All ranks were stopped", told)
     words = [
         r"rank 1 \(server 0\) was lost in start: killed by SIGKILL, as the kernel does to processes"
         r" when memory runs out\. the plan "

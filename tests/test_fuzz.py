@@ -30,7 +30,7 @@ import corpus
 import numpy as np
 import pytest
 import yaml
-from calls import Answer
+from calls import Answer, rewritten
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from nightly import examples, text
@@ -57,7 +57,6 @@ from gnnplan.simulator.replay import must_be_playable, replay
 
 SECONDS = 10.0  # of CPU that one reading may take; they take milliseconds
 MEMORY = 2 << 30  # [B] that it may map beside what is there
-LONGEST_MESSAGE = 10_000
 shared = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
@@ -100,7 +99,7 @@ def obeys(name: str, call: Callable[[], Any]) -> str | None:
             call()
     except GnnplanError as error:
         said = str(error)
-        assert name in said and len(said) < LONGEST_MESSAGE, said[:1000]
+        assert name in said and len(said) < 10_000, said[:1000]
         return said
     return None
 
@@ -279,8 +278,7 @@ def test_strategies_of_absurd_sizes_are_weighed_or_refused(tmp_path, strategy, w
     def use() -> None:
         asked = ask_workload(None, workload).workload
         problem = Problem(load(str(tmp_path / "s.yaml")), None, asked, cluster)
-        candidate = evaluate(problem, parse(strategy))
-        must_be_playable(problem, candidate.strategy.steps(problem))
+        must_be_playable(problem, evaluate(problem, parse(strategy)).strategy.steps(problem))
 
     obeys("", use)
 
@@ -654,10 +652,8 @@ def test_runs_with_wrong_values_and_bytes(run_folder, run, data, name):
 def test_a_world_without_end(run):
     """The missing ranks of a trace are not listed one by one."""
     for rank in range(2):
-        path = run / f"trace.rank{rank}.json"
-        document = json.loads(path.read_text())
-        document["distributedInfo"]["world_size"] = 10**15
-        path.write_text(json.dumps(document))
+        with rewritten(run / f"trace.rank{rank}.json") as trace:
+            trace["distributedInfo"]["world_size"] = 10**15
     said = obeys(str(run), lambda: read_traces(run))
     assert said and "rank 2 is missing" in said
 

@@ -138,10 +138,9 @@ def of_preset(name: str, graph: str) -> Iterator[Question]:
 
 def ranking(name: str, graph: str) -> dict[str, Any]:
     """Candidates from fastest to slowest, with their epochs."""
-    found = search(problem_of(graph, preset(name), FULL))
     return {
         f"{c.strategy} on {c.problem.ranks}": {"seconds": digits(c.predicted.epoch_s)}
-        for c in found.ranked
+        for c in search(problem_of(graph, preset(name), FULL)).ranked
     }
 
 

@@ -47,10 +47,9 @@ def wheel(sources, tmp_path_factory):
 
 def package_files() -> set[str]:
     """Files that belong into a wheel; of the traces those that plans quote."""
-    package = ROOT / "gnnplan"
     files = [
         (Path(folder) / name).relative_to(ROOT)
-        for folder, _, names in os.walk(package, followlinks=True)
+        for folder, _, names in os.walk(ROOT / "gnnplan", followlinks=True)
         for name in names
     ]
     return {

@@ -63,8 +63,7 @@ def test_the_page_is_one_small_file_that_fetches_nothing(plan, tmp_path):
     style = re.search(r"<style>(.*?)</style>", text, re.S)
     assert style and "url(" not in style[1] and "@import" not in style[1]
     assert 1e6 < output.stat().st_size <= MOST_BYTES
-    document = plans.read(plan)
-    for line in document["summary"].values():
+    for line in plans.read(plan)["summary"].values():
         assert page._prose(line) in text
     assert "showSendToCloud: false" in text  # or plotly offers to upload pictures
     pictures = json.loads(re.search(r'id="pictures">(.*?)</script>', text, re.S)[1])

@@ -33,8 +33,7 @@ def built(parts: Parts, directed: bool = False) -> Graph:
 
 def from_object(found: object, directed: bool = False) -> Graph:
     """The graph of another library's object, as `load` gives it of that library's file."""
-    parts = of_object(found)
-    return built(parts, directed)
+    return built(of_object(found), directed)
 
 
 def drawn() -> dict[str, np.ndarray]:
@@ -90,8 +89,7 @@ def ids(mask: str) -> np.ndarray:
 
 
 def dgl_graph() -> object:
-    dgl = quiet("dgl")
-    graph = dgl.graph((GRAPH["src"], GRAPH["dst"]), num_nodes=N)
+    graph = quiet("dgl").graph((GRAPH["src"], GRAPH["dst"]), num_nodes=N)
     data = tensors("x", "y", *MASKS)
     graph.ndata.update({"feat": data.pop("x"), "label": data.pop("y")} | data)
     graph.ndata.update(torch_of(ON_VERTICES))

@@ -217,8 +217,7 @@ class Fault(NamedTuple):
 def planned(case: Case, folder: Path) -> Path:
     """The case's plan."""
     problem = case.problem(2)
-    found = search(problem, forced=case.settled(problem))
-    plan.write(folder / "plan.json", plan.make(found))
+    plan.write(folder / "plan.json", plan.make(search(problem, forced=case.settled(problem))))
     return folder / "plan.json"
 
 

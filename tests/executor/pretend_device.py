@@ -40,7 +40,6 @@ from gnnplan.planner.gnn.trace import summing
 T = TypeVar("T")
 CUDA = torch.device("cuda", 0)
 ROUNDED = 512  # [B] of which torch's allocator hands out multiples
-FACTORIES = ("empty", "zeros", "ones", "full", "arange", "tensor")
 ALLOCATE = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
 SEVERAL = {"slice_backward": 2, "select_backward": 2, "index_select_backward": 2}
 READ = {  # the host reads what the device has computed, if only how large a result is
@@ -426,7 +425,7 @@ def pretend_device(monkeypatch):
     """The pretend device, in place of CUDA."""
     global DEVICE
     DEVICE = Device()
-    for name in FACTORIES:
+    for name in ("empty", "zeros", "ones", "full", "arange", "tensor"):
         monkeypatch.setattr(torch, name, _made_by(getattr(torch, name)))
     monkeypatch.setattr(Tensor, "new_empty", _new_empty)
     monkeypatch.setattr(Tensor, "to", _to)

@@ -144,8 +144,7 @@ def more_than(before: dict[str, set[str]], temporary: Path) -> dict[str, set[str
 
 def unbroken(folder: Path) -> dict[str, Result]:
     """What each strategy trains when nothing happens."""
-    server = ForkServer()
-    ranks = Ranks(server, folder)
+    ranks = Ranks(ForkServer(), folder)
     whole = [replace(case, epochs=epochs_of(CHAIN), eval_every=EVERY) for case in CASES]
     results = ranks(2, whole)
     ranks.close()

@@ -151,8 +151,7 @@ def test_a_rank_is_less_patient_than_torch_and_says_what_it_was_in(tmp_path, mon
 
 def test_a_device_that_is_late_leaves_the_activity_as_the_host_has_it(tmp_path, monkeypatch):
     device = Device(reached=1, ends=time.monotonic() + 0.1)
-    rank = waiting(device, tmp_path / "activity", monkeypatch)
-    rank.settle()
+    waiting(device, tmp_path / "activity", monkeypatch).settle()
     assert read(tmp_path / "activity").startswith("what follows")
 
 
@@ -247,11 +246,9 @@ def test_tensorboard_reads_what_a_run_recorded(reader, tmp_path, monkeypatch):
     for name, number in {"RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, number)
     plan, out, board = (tmp_path / name for name in ("plan.json", "run", "board"))
-    how = "--ranks 1 --hidden 8 --layers 2 --strategy graph_parallel"
-    planned(plan, "--graph", GRAPH, how)
+    planned(plan, "--graph", GRAPH, "--ranks 1 --hidden 8 --layers 2 --strategy graph_parallel")
     given = {"epochs": 4, "eval_every": 3, "checkpoint_every": 2, "tensorboard": board}
-    options = Options.of(out, given, resume=False)
-    assert follow(plan, out, options) == 0
+    assert follow(plan, out, Options.of(out, given, resume=False)) == 0
     again = Options(6, 3, checkpoint_every=2, tensorboard=str(board), resume=True)
     assert follow(plan, out, again) == 0
     rows = rows_of(out)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from nightly import NIGHT, at_night, cover, covered
-from recursions import Batches, Recursion, must_score, recursion_of
+from recursions import Batches, must_score, recursion_of
 from torch import Tensor
 from trainings import ON_BATCHES, ON_FULL_GRAPHS, SETTINGS, Setting, idle, lines, source
 
@@ -80,7 +80,9 @@ def test_they_train_what_one_process_or_the_recursion_does(played, run_ranks, so
     setting, result = played.setting, played.result
     case, twin = result.case, setting.twin
     if twin:
-        same_bits(result, trained(twin, run_ranks, sources))
+        plain = trained(twin, run_ranks, sources)
+        assert (result.losses, result.scores) == (plain.losses, plain.scores)
+        assert all(torch.equal(result.weights[name], p) for name, p in plain.weights.items())
     if "uncompared" in setting.words:
         return
     strategy = case.settled(case.problem(setting.world))
@@ -126,12 +128,6 @@ def must_follow_its_recursion(result: Result, run_ranks: Ranks) -> None:
         assert difference(weights, {name: exact[name] for name in weights}, unmoved) > 1e-3
 
 
-def same_bits(result: Result, plain: Result) -> None:
-    assert result.losses == plain.losses
-    assert all(torch.equal(result.weights[name], p) for name, p in plain.weights.items())
-    assert result.scores == plain.scores
-
-
 @pytest.mark.parametrize(
     "played",
     by_day([setting for setting in SETTINGS if "resumes" in setting.words]),
@@ -174,15 +170,8 @@ def needs(setting: Setting) -> set[Hashable]:
     return {*((setting.strategy, word) for word in of), (setting.model, setting.graph == "sparse")}
 
 
-def must_rank(recursion: Recursion, row: dict[str, float]) -> None:
-    """Of edges that are held out, the area under the curve."""
-    for part, name in enumerate(("val", "test")):
-        pairs = held_out_pairs(recursion.graph, part, recursion.workload.negatives)
-        expected = plain_auc(recursion.answers(), pairs)
-        assert row[f"{name}_auc"] == pytest.approx(expected, rel=1e-9)
-
-
 def plain_auc(rows: Tensor, pairs: Pairs) -> float:
+    """Of edges that are held out, the area under the curve."""
     won = [
         (1.0 if rows[h] @ rows[t] > rows[h] @ rows[n] else 0.5 * float(t == n))
         for h, (t, *negatives) in zip(pairs.heads, pairs.tails, strict=True)
@@ -199,7 +188,9 @@ def test_one_process_is_plain_training(setting, run_ranks, graphs, tmp_path):
     must_have_learnt(result, recursion.losses(case.epochs), recursion.state, idle(case))
     row, metric = result.metrics[-1], case.problem(1).metric
     if metric == "auc":
-        must_rank(recursion, row)
+        for part, name in enumerate(("val_auc", "test_auc")):
+            pairs = held_out_pairs(recursion.graph, part, recursion.workload.negatives)
+            assert row[name] == pytest.approx(plain_auc(recursion.answers(), pairs), rel=1e-9)
     else:
         must_score(recursion, row, metric)
     # no step puts all scores together

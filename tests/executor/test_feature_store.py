@@ -85,8 +85,7 @@ def test_ranks_leave_rows_by_class(run_ranks, graphs, strategy, classes):
 
 
 def test_a_server_has_no_other_servers_rows(graphs):
-    problem = case("", graphs["rough"], servers=2).problem(2)
-    supply = DataParallel(features="spread").supply(problem)
+    supply = DataParallel(features="spread").supply(case("", graphs["rough"], servers=2).problem(2))
     planned = supply.store
     store = FeatureStore(Rank(0, 2, torch.device("cpu"), "gloo"), supply)
     assert len(store._host(np.flatnonzero(planned.home == 0)))

@@ -1,7 +1,7 @@
 """Fifty faults: kinds x phases, in ranks and in the launcher (faults.py).
 
 All fifty run at night, shared out among the strategies. Every time seen are a rank that is killed
-(test_faults.py), a launcher that starts its ranks anew (test_restarted.py) and ends them
+(test_faults.py), ranks that a launcher starts anew (test_resume.py) and ends
 (test_lab.py), and that what is resumed is the unbroken training (test_conformance.py)."""
 
 import json
@@ -32,7 +32,6 @@ pytestmark = [
         not Path("/proc/self/environ").exists(), reason="finds ranks by their environment in /proc"
     ),
 ]
-ORDER = list(PHASES)
 IN_RANKS = [
     Fault(kind, phase)
     for phase in PHASES
@@ -50,7 +49,7 @@ def shared_out(in_ranks: list[Fault], in_launcher: list[Fault], cases: int) -> l
     """A chain per case: the end comes last, and the launcher is hit when there is a checkpoint."""
     chains = []
     for number in range(cases):
-        mine = sorted(in_ranks[number::cases], key=lambda fault: ORDER.index(fault.phase))
+        mine = sorted(in_ranks[number::cases], key=lambda fault: [*PHASES].index(fault.phase))
         last = [fault for fault in mine if fault.phase == "end"]
         chains.append([*mine[: len(mine) - len(last)], *in_launcher[number::cases], *last])
     return chains
@@ -67,8 +66,7 @@ def test_they_are_fifty():
 
 def unbroken(case: Case, faults: list[Fault], run_ranks: Ranks) -> Result:
     """As many epochs as so many faults take, without any."""
-    whole = replace(case, epochs=epochs_of(len(faults)), eval_every=EVERY)
-    return run_ranks(2, [whole])[0]
+    return run_ranks(2, [replace(case, epochs=epochs_of(len(faults)), eval_every=EVERY)])[0]
 
 
 @pytest.mark.nightly

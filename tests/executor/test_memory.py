@@ -83,20 +83,11 @@ resgcn aggregation=sum, sgc
 """
 
 
-def models_of(text: str) -> list[str]:
-    return [words.strip() for words in text.split(",")]
-
-
-def model_of(words: str) -> dict[str, Any]:
-    model, *more = words.split()
-    return {"model": model, **{k: value_of(v) for k, v in (word.split("=") for word in more)}}
-
-
 @pytest.mark.parametrize(
     ("model", "p", "layer", "in_place", "per_row"),
     [
         *covered(
-            list(itertools.product(models_of(MODELS), (0.0, 0.5), (1, 2, 3), (False, True), [12])),
+            list(itertools.product(MODELS.split(","), (0.0, 0.5), (1, 2, 3), (False, True), [12])),
             # every model; of every kind every layer with dropout and without, in place and apart
             lambda row: {
                 row[0],
@@ -109,7 +100,9 @@ def model_of(words: str) -> dict[str, Any]:
 )
 def test_footprint_is_what_torch_allocates(model, p, layer, in_place, per_row, monkeypatch):
     """What is kept to 0.1 %, peaks to 5 %: operations' own indices are left out."""
-    workload = Workload(layers=3, hidden=HIDDEN, dropout=p, **model_of(model))
+    kind, *more = model.split()
+    fields = {name: value_of(value) for name, value in (word.split("=") for word in more)}
+    workload = Workload(model=kind, layers=3, hidden=HIDDEN, dropout=p, **fields)
     shapes = replace(describe(workload, FEATURES, CLASSES), in_place=in_place)
     if shapes.aggregate_cached(layer):
         pytest.skip("its aggregate is made at set-up")

@@ -470,8 +470,7 @@ def test_parameters_are_known_by_the_words_of_their_names(tmp_path):
     file = tmp_path / "model.py"
     names = file.read_text().replace("in_channels", "nfeat").replace("out_channels", "nclass")
     file.write_text(names.replace("nclass):", "nhid, num_layers, dim_drop, nclass):"))
-    user = read(model, Workload(hidden=5), PLAIN)
-    made = dict(user.description.arguments)
+    made = dict(read(model, Workload(hidden=5), PLAIN).description.arguments)
     assert made == {"nfeat": 6, "nhid": 5, "num_layers": 3, "dim_drop": 0.0, "nclass": 3}
     file.write_text(names.replace("nfeat, nclass", "g, nfeat, nclass"))
     with pytest.raises(SpecError, match=r"requires g, .* take it in forward, as forward\(self, g"):

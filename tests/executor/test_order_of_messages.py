@@ -192,8 +192,7 @@ def test_nothing_follows_what_failed_on_a_lane():
 def test_a_checkpoint_keeps_a_thread():
     """To wait for a disk would look like a lost peer."""
     lanes = Lanes(torch.device("cpu"), are_streams=True)
-    thread = lanes.in_thread("disk", threading.current_thread).result()
-    assert thread is not threading.main_thread()
+    assert lanes.in_thread("disk", threading.current_thread).result() is not threading.main_thread()
     lanes.close()
 
 

@@ -163,8 +163,7 @@ def test_what_fails_leaves_nothing(asked, tmp_path, monkeypatch):
 
 def test_a_library_that_partitions_by_itself_is_refused(asked, tmp_path, monkeypatch):
     """A later version might not ask for the assignment where we give ours."""
-    dgl = needed("dgl")
-    monkeypatch.setattr(dgl.distributed, "partition_graph", lambda *_, **__: None)
+    monkeypatch.setattr(needed("dgl").distributed, "partition_graph", lambda *_, **__: None)
     with pytest.raises(SpecError, match="this version of dgl partitions graphs in another way"):
         partitions.distdgl(asked.problem, asked.strategy, tmp_path / "parts")
     assert not list(tmp_path.iterdir())
@@ -174,8 +173,7 @@ def test_a_strategy_that_owns_no_vertices_says_so(asked):
     assigned, told = partitions.assignment(asked.problem, parse("gnnpipe(stages=4)"))
     assert np.array_equal(assigned, asked.gpu)
     assert told and "gnnpipe gives no rank vertices of its own" in told
-    preloading = parse("granndis").settle(asked.problem)
-    assigned, told = partitions.assignment(asked.problem, preloading)
+    assigned, told = partitions.assignment(asked.problem, parse("granndis").settle(asked.problem))
     assert told is None and len(np.unique(assigned)) == 4
 
 
@@ -227,8 +225,7 @@ def test_a_rank_reads_its_own_part_only(graphs, tmp_path):
     problem, me, device = Case("", str(folder), FULL).problem(3), 1, torch.device("cpu")
     for path in folder.glob("part[02]/*.npy"):
         path.unlink()
-    layout = problem.layout()
-    share = share_of(layout, me, ["gcn"] * 3, problem.workload)
+    share = share_of(problem.layout(), me, ["gcn"] * 3, problem.workload)
     targets_of(problem, share, device)
     rows = features(problem.data, share.own, problem.workload, device)
     assert np.array_equal(rows.numpy(), whole.features(share.own))

@@ -99,8 +99,7 @@ def a_block() -> Block:
 def test_memory_of_a_layer_is_what_torch_allocates(of_a_kind):
     """What a module made of edges was in no plan: a GCN's rank held 99 MB, 25 were predicted."""
     user, pieces = of_a_kind
-    workload = with_module(Workload(), user, [])
-    model, block = describe(workload, FEATURES, CLASSES), a_block()
+    model, block = describe(with_module(Workload(), user, []), FEATURES, CLASSES), a_block()
     indices = 64 * SOURCES  # that operations make for themselves
     pieces.local(block)
     for number in range(1, pieces.layers + 1):
@@ -142,8 +141,7 @@ def test_memory_of_edges_is_what_stays(of_a_kind):
 @pytest.mark.slow
 def test_a_step_leaves_nothing_behind(sage):
     """A function that calls itself held all values of a step, until Python looked for cycles."""
-    pieces = sage[1]
-    block, layer = a_block(), pieces.layer(1)
+    block, layer = a_block(), sage[1].layer(1)
     x, drop = torch.randn(SOURCES, FEATURES), Drop(vertices=torch.arange(SOURCES))
     layer(block, x, drop)
     gc.collect()
@@ -182,8 +180,7 @@ def test_only_memory_that_somebody_holds_is_copied_before_it_is_changed():
 @pytest.mark.slow
 def test_only_rows_that_neighbours_read_are_exchanged(sage):
     """SAGE's product of a vertex's own row is made by that vertex's rank alone."""
-    pieces = sage[1]
-    assert pieces.widths == [FEATURES, 64, CLASSES]
+    assert sage[1].widths == [FEATURES, 64, CLASSES]
 
 
 @pytest.mark.slow
@@ -224,8 +221,7 @@ def test_a_rank_may_have_one_row_or_none(tmp_path):
 def test_equal_calls_are_made_once(appnp):
     """APPNP makes alpha times its first rows in every step of its own."""
     pieces = appnp[1]
-    widths = pieces.widths
-    assert widths == [FEATURES, 2 * CLASSES, 2 * CLASSES, 2 * CLASSES, CLASSES]
+    assert pieces.widths == [FEATURES, 2 * CLASSES, 2 * CLASSES, 2 * CLASSES, CLASSES]
     names = [node.what for node in pieces.structure.nodes]
     assert names.count("cat") == 1  # edges with self-loops, of four steps and of both modes
 

@@ -67,8 +67,7 @@ def test_ranks_that_torchrun_starts(run_ranks, fork_server, graphs, tmp_path):
     (tmp_path / "rank.py").write_text(RANK)
     words = [str(tmp_path / "rank.py"), str(tmp_path / "plan.json"), str(out)]
     env = where | {"CUDA_VISIBLE_DEVICES": ""}
-    ranks = [(words, env | {"RANK": k, "LOCAL_RANK": k}) for k in "0123"]
-    ended = fork_server.run(ranks, tmp_path)
+    ended = fork_server.run([(words, env | {"RANK": k, "LOCAL_RANK": k}) for k in "0123"], tmp_path)
     assert [rank.code for rank in ended] == [0] * 4, ended
     assert [rank.stdout.strip() for rank in ended] == ["0 1 1", "1 3 3", "2 0 0", "3 2 2"]
     must_be_as_planned(Result(case, 4, out), run_ranks(4, [case])[0], candidate)

@@ -74,8 +74,7 @@ def listening(run: Started) -> dict[tuple[str, int], set[int]]:
 def test_only_this_machine_reaches_a_run_of_one_server(tmp_path, start):
     """All interfaces were listened on: whoever reached the store could set keys of any run."""
     mini = "--mode mini --batch 256 --fanout 5,5 --layers 2 --strategy gsplit"
-    how = f"{mini} --hidden 8 --ranks 2"
-    plan = planned(tmp_path / "plan.json", "--graph", GRAPH, how)
+    plan = planned(tmp_path / "plan.json", "--graph", GRAPH, f"{mini} --hidden 8 --ranks 2")
     run = start(plan, "--epochs", "1000000", CUDA_VISIBLE_DEVICES="")
     run.until_training()
     places = listening(run)
@@ -101,8 +100,7 @@ def test_runs_at_one_store_do_not_meet():
     store = store_of_this_machine()
     ours = join(on_this_machine(store.port, "ours"), LIMIT)
     ours.set("rank 0", "its address")
-    again = join(on_this_machine(store.port, "ours"), LIMIT)
-    assert again.get("rank 0") == b"its address"
+    assert join(on_this_machine(store.port, "ours"), LIMIT).get("rank 0") == b"its address"
     restarted = {**on_this_machine(store.port, "ours"), "TORCHELASTIC_RESTART_COUNT": "1"}
     assert not join(restarted, LIMIT).check(["rank 0"])
     with pytest.raises(SpecError, match="choose another MASTER_PORT"):
@@ -151,8 +149,7 @@ def run_three(talk: Callable[[int, int], None], folder: Path, fork_server: ForkS
 
 def say(rank: int, port: int) -> None:
     env = on_this_machine(port, "tests")
-    store = join(env, LIMIT)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=LIMIT)
+    dist.init_process_group("gloo", store=join(env, LIMIT), rank=rank, world_size=3, timeout=LIMIT)
     device = torch.device("cpu")
     assert gather_all(SAID[rank], device) == SAID
     for silent in range(3):
@@ -408,8 +405,7 @@ def test_what_one_refuses_all_refuse(refusing, problem):
 def test_ranks_of_srun_do_not_wait_for_one_that_refuses(tmp_path, fork_server):
     """Rank 0 hosts the store: rank 1 waited for it until --timeout, and did not know why."""
     how = "--hidden 8 --ranks 2 --strategy graph_parallel"
-    plan = planned(tmp_path / "plan.json", "--graph", SMALL, how)
-    document = json.loads(plan.read_text())
+    document = json.loads(planned(tmp_path / "plan.json", "--graph", SMALL, how).read_text())
     document["graph"]["hash"] = "00"
     (tmp_path / "other.json").write_text(json.dumps(document))
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}

@@ -1,6 +1,6 @@
-"""What is left to go on with: checkpoints, metrics, folders; and trainings that go on on other
-ranks or with another strategy, as if they had begun there (with the same ones: trainings.py,
-resumes)."""
+"""What is left to go on with: checkpoints, metrics, folders; what torchrun's `--max-restarts` starts
+anew; and trainings that go on on other ranks or with another strategy, as if they had begun there
+(with the same ones: trainings.py, resumes)."""
 
 import json
 import os
@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from calls import call, planned, rows_of, srun
+from calls import call, everything, planned, rows_of, srun, turn_a_bit
 from nightly import at_night
 from safetensors.torch import save_file
 
 from gnnplan.executor import train
-from gnnplan.executor.launch.run_request import must_go_on
+from gnnplan.executor.launch.run_request import last_of, must_be_new, must_go_on
 from gnnplan.executor.ranks import checkpoint
 from gnnplan.executor.ranks.checkpoint import (
     Checkpoints,
@@ -32,12 +32,14 @@ from gnnplan.executor.ranks.checkpoint import (
 from gnnplan.executor.ranks.learner import ModelPart, Optimizer, fill
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.train import Metrics
+from gnnplan.planner.decision.plan import chosen, question, read
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import folder_lock
 from gnnplan.testing.ranks import Case, Ranks, Result
 from gnnplan.testing.runs import must_go_on_from_another_plan
 
+GRAPH = "synthetic:community?vertices=300&edges=2400&features=8&classes=4&seed=0"
 FULL = {"model": "sage", "layers": 3, "hidden": 6, "dropout": 0.3}
 
 
@@ -70,9 +72,8 @@ def test_a_run_that_is_resumed_at_its_end_keeps_its_peak_of_memory(run_ranks, gr
 
 def test_servers_with_disks_of_their_own_resume_from_these(tmp_path, fork_server):
     """A rank on each of two, as srun starts them: each finds plan and options in its own folder."""
-    graph = "synthetic:community?vertices=300&edges=2400&features=8&classes=4&seed=0"
     how = "--hidden 8 --set servers=2 --set gpus_per_server=1 --strategy pipegcn"
-    plan = planned(tmp_path / "plan.json", "--graph", graph, how)
+    plan = planned(tmp_path / "plan.json", "--graph", GRAPH, how)
 
     def run(job: int, *arguments: str) -> None:
         words, envs = ["-m", "gnnplan", "run", *arguments], enumerate(srun(2, 1, job))
@@ -87,6 +88,85 @@ def test_servers_with_disks_of_their_own_resume_from_these(tmp_path, fork_server
     rows = rows_of(tmp_path / "server0")
     # with the options that it had
     assert [row["epoch"] for row in rows if row["val_accuracy"] is not None] == [3, 4, 6, 7]
+
+
+@pytest.fixture
+def plans(tmp_path):
+    """Two of one training: they go on from each other's checkpoints where a user asks for it."""
+    return [
+        planned(tmp_path / name, "--graph", GRAPH, f"--hidden 8 --ranks 1 --strategy {strategy}")
+        for name, strategy in {"one.json": "graph_parallel", "other.json": "granndis"}.items()
+    ]
+
+
+@pytest.fixture
+def attempt(tmp_path, fork_server):
+    """Be an attempt of a rank that torchrun started; returns its exit code, and what it said."""
+
+    def run(restarts: int, *arguments: str) -> tuple[int, str]:
+        env = {
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "29500",  # one rank meets nobody there
+            "TORCHELASTIC_RESTART_COUNT": str(restarts),
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        (ended,) = fork_server.run([(["-m", "gnnplan", "run", *arguments], env)], tmp_path)
+        return ended.code, ended.stderr
+
+    return run
+
+
+def test_a_restart_goes_on_with_its_own_run_alone(plans, attempt, tmp_path):
+    """The other plan's first attempt was refused, and its second took this one's weights."""
+    one, other = map(str, plans)
+    out = tmp_path / "run"
+    words = ["--out", str(out), "--epochs", "4", "--checkpoint-every", "2"]
+    assert attempt(0, one, *words)[0] == 0
+    there = everything(out)
+    for restarts in (0, 1):
+        code, said = attempt(restarts, other, *words)
+        assert (code, everything(out)) == (2, there) and "holds a run already" in said
+    # as if it had been lost after its checkpoint of epoch 2
+    (out / "weights.safetensors").unlink()
+    (out / "rank0.json").unlink()
+    (out / "checkpoints" / "epoch4.rank0.safetensors").unlink()
+    assert attempt(1, one, *words)[0] == 0
+    assert [row["epoch"] for row in rows_of(out)] == [1, 2, 3, 4]
+    assert (out / "weights.safetensors").read_bytes() == there[out / "weights.safetensors"]
+
+
+def test_a_restarted_resume_without_a_checkpoint_deletes_nothing(plans, attempt, tmp_path):
+    """A disk that was away for a moment cost all epochs: the restart began from the first."""
+    out = tmp_path / "run"
+    words = ["--epochs", "4", "--checkpoint-every", "2"]
+    assert attempt(0, str(plans[0]), "--out", str(out), *words)[0] == 0
+    for path in (out / "checkpoints").iterdir():
+        os.truncate(path, 8)
+    there = everything(out)
+    for restarts in (0, 1):
+        code, said = attempt(restarts, "--resume", str(out), "--epochs", "6")
+        assert (code, everything(out)) == (2, there) and "has no checkpoint that all ranks" in said
+
+
+def test_checkpoints_alone_are_a_run(tmp_path):
+    """Of a server without rank 0. A new run kept these, which are later, and deleted its own."""
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(SpecError, match="holds a run already"):
+        must_be_new(tmp_path)
+
+
+def test_a_plan_that_has_nothing_takes_over_all(plans, attempt, tmp_path):
+    one, other = plans
+    out = tmp_path / "run"
+    words = ["--out", str(out), "--epochs", "4", "--checkpoint-every", "2"]
+    assert attempt(0, str(one), *words)[0] == 0
+    for plan, of_another in ((one, False), (other, True)):
+        document = read(plan)
+        last, before = last_of(out, question(document), chosen(document))
+        assert last == 4 and (before is not None) == of_another
 
 
 QUESTION = {"gnnplan": "1", "graph": "abc", "ranks": 2, "strategy": "graph_parallel"}
@@ -120,8 +200,7 @@ def test_the_last_two_are_kept_and_the_last_of_all_ranks_counts(tmp_path):
 
 @pytest.mark.parametrize("left", [0, 7, 8, 100, -1])
 def test_a_torn_file_is_as_none(left, tmp_path):
-    checkpoints = saved(tmp_path, 0, 10, 20)
-    torn = checkpoints.folder / "epoch20.rank0.safetensors"
+    torn = saved(tmp_path, 0, 10, 20).folder / "epoch20.rank0.safetensors"
     torn.write_bytes(torn.read_bytes()[:left])
     assert list(resumable(tmp_path, [0], QUESTION)) == [10]
 
@@ -130,19 +209,16 @@ def test_a_torn_file_is_as_none(left, tmp_path):
 def test_a_damaged_file_is_as_none_and_said(at, tmp_path):
     """A bit that a disk or a copy has turned, in a weight or in a digit of what the rank has counted,
     in the header: the one before counts."""
-    checkpoints = saved(tmp_path, 0, 10, 20)
-    damaged = checkpoints.folder / "epoch20.rank0.safetensors"
-    raw, told = bytearray(damaged.read_bytes()), list[str]()
-    raw[at if isinstance(at, int) else raw.index(at) + 8] ^= 1
-    damaged.write_bytes(raw)
+    damaged = saved(tmp_path, 0, 10, 20).folder / "epoch20.rank0.safetensors"
+    told = list[str]()
+    turn_a_bit(damaged, at if isinstance(at, int) else damaged.read_bytes().index(at) + 8)
     assert list(resumable(tmp_path, [0], QUESTION, told.append)) == [10]
     assert told == [f"note: {damaged} is damaged; going on without it"]
 
 
 def test_a_checkpoint_without_a_checksum_is_taken(tmp_path):
     """As those of older versions are."""
-    checkpoints = saved(tmp_path, 0, 10)
-    path = checkpoints.folder / "epoch10.rank0.safetensors"
+    path = saved(tmp_path, 0, 10).folder / "epoch10.rank0.safetensors"
     about = header(path)
     save_file({"weight": torch.ones(1)}, path, {"gnnplan": json.dumps(about)})
     assert "crc32" not in about and list(resumable(tmp_path, [0], QUESTION)) == [10]
@@ -313,12 +389,11 @@ def test_both_plans_go_on_until_the_next_has_checkpoints_of_its_own(run_ranks, g
 @pytest.mark.nightly
 def test_torchrun_ranks_go_on_with_another_plan(tmp_path, fork_server):
     """As srun starts them; the plan before is kept, and its options are inherited."""
-    graph = "synthetic:community?vertices=300&edges=2400&features=8&classes=4&seed=0"
     out = tmp_path / "run"
 
     def run(ranks: int, *arguments: str) -> str:
         how = f"--hidden 8 --ranks {ranks} --strategy graph_parallel"
-        plan = planned(tmp_path / f"{ranks}.json", "--graph", graph, how)
+        plan = planned(tmp_path / f"{ranks}.json", "--graph", GRAPH, how)
         command = ["-m", "gnnplan", "run", str(plan), *arguments]
         ended = fork_server.run([(command, env) for env in srun(ranks, ranks, ranks)], tmp_path)
         assert [process.code for process in ended] == [0] * ranks, ended
@@ -326,8 +401,7 @@ def test_torchrun_ranks_go_on_with_another_plan(tmp_path, fork_server):
 
     run(2, "--out", str(out), "--epochs", "4", "--checkpoint-every", "2", "--eval-every", "3")
     said = run(3, "--resume", str(out), "--epochs", "7")
-    rows = rows_of(out)
-    assert [row["epoch"] for row in rows if row["val_accuracy"] is not None] == [3, 4, 6, 7]
+    assert [row["epoch"] for row in rows_of(out) if row["val_accuracy"] is not None] == [3, 4, 6, 7]
     assert json.loads((out / "plan.until4.json").read_text())["best"]["gpus"] == 2
     assert json.loads((out / "plan.json").read_text())["best"]["gpus"] == 3
     told = "graph_parallel on 2 ranks trained until epoch 4; weights and the optimizer's state"
@@ -363,10 +437,7 @@ def test_a_part_that_is_missing_or_damaged_hands_nothing_over(tmp_path):
     of_columns(tmp_path, 1, strategy="granndis")  # of a third plan
     assert resumable(tmp_path, [2], ours) == {}
     of_columns(tmp_path, 1)
-    path = tmp_path / "checkpoints" / "epoch10.rank1.safetensors"
-    raw = bytearray(path.read_bytes())
-    raw[-1] ^= 1
-    path.write_bytes(raw)
+    turn_a_bit(tmp_path / "checkpoints" / "epoch10.rank1.safetensors")
     assert resumable(tmp_path, [2], ours) == {}
 
 

@@ -34,8 +34,7 @@ WORK = {"model": "sage", "layers": 2, "hidden": 8, "mode": "mini", "batch": 6, "
 
 def samplers() -> list[multiprocessing.process.BaseProcess]:
     """Children of this process that are no ranks of other tests."""
-    children = multiprocessing.active_children()
-    return [child for child in children if not isinstance(child, Forked)]
+    return [child for child in multiprocessing.active_children() if not isinstance(child, Forked)]
 
 
 class Doing(Sampler):
@@ -185,8 +184,7 @@ def test_samplers_take_turns(graphs, tmp_path):
     ahead, line = arriving(graphs, 3, tell), arriving(graphs, 0)
     for step in range(7):
         assert np.array_equal(ahead.next(step).share.own, line.next(step).share.own)
-        made = [int(row.split()[0]) for row in told.read_text().splitlines()]
-        assert max(made) <= step + 3
+        assert max([int(row.split()[0]) for row in told.read_text().splitlines()]) <= step + 3
     pids = [process.pid for process, _ in ahead.processes]
     ahead.close()
     by_step = dict(map(int, row.split()) for row in told.read_text().splitlines())

@@ -138,8 +138,7 @@ def test_plans_count_what_is_kept_of_each_weight(graphs, how, state):
                 asked = replace(case, workload=case.workload | more).problem(world)
                 held.append(case.settled(asked).memory(asked)["optimizer"])
             assert held[1] == pytest.approx(held[0] * (1 + state)), strategy
-    weights = [torch.nn.Parameter(torch.zeros(3, 5))]
-    kept = Optimizer(weights, Workload(**how)).kept.values()
+    kept = Optimizer([torch.nn.Parameter(torch.zeros(3, 5))], Workload(**how)).kept.values()
     assert sum(e.numel() for (e,) in kept if e.dim()) == 15 * (state - ("patience" in how))
 
 

@@ -4,12 +4,9 @@ turns made up here: what it certifies, what it spends, what it prefers."""
 import json
 import math
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from math import expm1
-from typing import Any
 
 import numpy as np
 import pytest
@@ -69,8 +66,7 @@ def test_strategies_within_doubt_are_run_and_the_budget_is_said_beforehand():
     assert names(ahead.candidates) == ["graph_parallel", "pipegcn"]  # the recommended one first
     assert (ahead.budget_s, ahead.budget_epochs) == (pytest.approx(210), 200)
     assert "at most 210" in str(ahead) and "200 epochs" in str(ahead) and "pipegcn" in str(ahead)
-    near = tuning.prospect(found(lossy=1.0, exact=1.05, slow=1.1), 0.2, 1000)
-    assert len(near.candidates) == 3
+    assert len(tuning.prospect(found(lossy=1.0, exact=1.05, slow=1.1), 0.2, 1000).candidates) == 3
 
 
 def test_as_many_strategies_are_run_as_the_budget_is_for():
@@ -107,8 +103,7 @@ def test_where_there_is_nothing_to_tune_the_plan_says_why(result, epochs, why, t
     assert told.startswith("not tuned: ") and why in told and why in document["tuned"]["why"]
     assert capsys.readouterr().err == ""
     assert document["tuned"]["strategies"] == [] and not (tmp_path / "runs").exists()
-    untuned = plan.make(result)
-    assert {**document, "summary": 0, "tuned": 0} == {**untuned, "summary": 0, "tuned": 0}
+    assert {**document, "summary": 0, "tuned": 0} == {**plan.make(result), "summary": 0, "tuned": 0}
 
 
 def test_training_that_is_said_to_be_long_enough_is():
@@ -145,8 +140,7 @@ def test_a_plan_is_asked_again_on_all_its_gpus():
     again = tuning.asked(plan.make(before))
     assert again.problem.ranks == problem.ranks
     assert [str(c.strategy) for c in again.ranked] == [str(c.strategy) for c in before.ranked]
-    only = search(PROBLEM, forced=parse("pipegcn"))
-    assert tuning.asked(plan.make(only)).forced
+    assert tuning.asked(plan.make(search(PROBLEM, forced=parse("pipegcn")))).forced
 
 
 def test_a_plan_is_tuned_by_its_objective():
@@ -156,8 +150,7 @@ def test_a_plan_is_tuned_by_its_objective():
     assert again.objective.of == "cost" and again.best.value == pytest.approx(before.best.value)
     anew = tuning.on_cluster(again, again.best, scaled.device(priced.cluster, 0.5))
     assert anew.objective.of == "cost" and anew.best.value > again.best.value
-    contender = tuning._contender(again.best)
-    assert contender.rate == pytest.approx(2 * 3.6 / 3600)  # [$/s] of two ranks
+    assert tuning._contender(again.best).rate == pytest.approx(2 * 3.6 / 3600)  # [$/s] of two ranks
 
 
 def runs_of(slower: float) -> list[Run]:
@@ -192,66 +185,52 @@ def test_constants_are_refitted_and_the_plan_is_of_them():
     assert tuning.refitted(LOCAL, runs_of(slower=2.0)[:1]) == (LOCAL, None)
 
 
-def gnnplan(*words: object, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "gnnplan", *map(str, words)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env=os.environ | env,
-        check=False,
-    )
-
-
 @pytest.fixture
 def plan_file(tmp_path):
     """Graph parallel and PipeGCN on two ranks, with `epochs` for a budget of minutes."""
-    result = found(exact=1.0, lossy=1.0)
-    plan.write(tmp_path / "plan.json", plan.make(result))
+    plan.write(tmp_path / "plan.json", plan.make(found(exact=1.0, lossy=1.0)))
     return tmp_path / "plan.json"
 
 
 @pytest.mark.nightly
 @pytest.mark.processes
-def test_tune_runs_what_is_in_doubt_and_writes_the_plan(plan_file, tmp_path):
+def test_tune_runs_what_is_in_doubt_and_writes_the_plan(plan_file, tmp_path, gnnplan):
     document = json.loads(plan_file.read_text())
-    epoch_s = search(PROBLEM).best.predicted.epoch_s
-    epochs = int(600 / float(epoch_s))  # 10 % of ten minutes
+    epochs = int(600 / float(search(PROBLEM).best.predicted.epoch_s))  # 10 % of ten minutes
     out, tuned = tmp_path / "runs", tmp_path / "tuned.json"
-    words = ["tune", plan_file, "--epochs", epochs, "--out", out, "-o", tuned, "--json"]
-    done = gnnplan(*words)
-    assert done.returncode == 0, done.stderr
-    told: dict[str, Any] = json.loads(done.stdout)
+    answer = gnnplan("tune", plan_file, "--epochs", epochs, "--out", out, "-o", tuned, "--json")
+    assert answer.code == 0, answer.err
+    told = answer.document
     assert told == json.loads(tuned.read_text())
-    assert "tuning takes at most" in done.stderr and "a turn of " in done.stderr
+    assert "tuning takes at most" in answer.err and "a turn of " in answer.err
     evidence = told["tuned"]
     ran = [row for row in evidence["strategies"] if row["turns"]]
     assert ran and evidence["spent_s"] <= evidence["budget_s"] * 1.05
     assert all(row["measured_s"] > 0 and row["epochs"] >= 2 * row["turns"] for row in ran)
     folders = sorted(out.glob("[!.]*"))  # those of runs that were stopped are hidden
     assert len(ran) >= len(folders) >= 1
-    assert gnnplan("validate", *folders).returncode == 0
+    assert gnnplan("validate", *folders).code == 0
     assert told["graph"]["hash"] == document["graph"]["hash"]
-    assert gnnplan("run", tuned, "--epochs", 2, "--out", tmp_path / "run").returncode == 0
+    assert gnnplan("run", tuned, "--epochs 2 --out", tmp_path / "run").code == 0
 
 
 @pytest.mark.nightly
 @pytest.mark.processes
-def test_a_strategy_that_fails_is_left_out_with_its_words(plan_file, tmp_path):
+def test_a_strategy_that_fails_is_left_out_with_its_words(
+    plan_file, tmp_path, gnnplan, monkeypatch
+):
     """Here all do, since no rank is told its threads: the error has the words of each."""
-    words = ["tune", plan_file, "--epochs", 10**7, "--out", tmp_path / "runs"]
-    done = gnnplan(*words, GNNPLAN_THREADS="x")
-    assert done.returncode == 4, done.stderr
-    assert "none of the strategies ran to its end" in done.stderr
-    assert done.stderr.count("GNNPLAN_THREADS is 'x'") >= 2
+    monkeypatch.setenv("GNNPLAN_THREADS", "x")
+    answer = gnnplan("tune", plan_file, "--epochs", 10**7, "--out", tmp_path / "runs")
+    assert answer.code == 4 and "none of the strategies ran to its end" in answer.err, answer
+    assert answer.err.count("GNNPLAN_THREADS is 'x'") >= 2
 
 
 @pytest.mark.nightly
 @pytest.mark.processes
 def test_a_run_that_is_interrupted_leaves_its_epochs_and_no_process(tmp_path, monkeypatch):
     monkeypatch.setenv("GNNPLAN_TEST_TUNE", "interrupted")
-    candidates = found(exact=1.0).ranked
-    runner = tuning._Runner(candidates, tmp_path / "runs", False, None)
+    runner = tuning._Runner(found(exact=1.0).ranked, tmp_path / "runs", False, None)
     reading = runner(0, 10**7, 25.0)
     assert reading.failed == "" and reading.epochs_s and not runner.runs
     assert [path.name for path in (tmp_path / "runs").iterdir()] == [".01-graph_parallel"]

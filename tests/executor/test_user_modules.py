@@ -295,11 +295,9 @@ def test_a_batch_does_not_carry_the_whole_graph(folder):
     problem, _ = with_user_model(asked.problem(2), f"{folder / 'model.py'}:Net")
     case = replace(asked, workload=problem.workload.model_dump())
     problem = case.problem(2)
-    batches = case.settled(problem).batches(problem)
-    sampler = Sampler(batches, 0, ["one"] * 2)
+    sampler = Sampler(case.settled(problem).batches(problem), 0, ["one"] * 2)
     assert not any(hasattr(part.block, "graph_edges") for part in sampler[0].share.parts)
-    weights = problem.graph.edge_fields["edge_weight"].tobytes()
-    assert weights not in pickle.dumps(sampler[0])
+    assert problem.graph.edge_fields["edge_weight"].tobytes() not in pickle.dumps(sampler[0])
     share = ShareQueue(Rank(0, 1, torch.device("cpu"), "gloo"), sampler, 0).next(0).share
     assert all(part.block.graph_edges is problem.graph.csr_edges for part in share.parts)
 

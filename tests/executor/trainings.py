@@ -215,7 +215,6 @@ MADE = {"one": one, "three": three, "whole": whole, "skewed": skewed}
 LINES = """
     # ranks, servers, strategy, graph, dropout, model and more of the workload
     2 1 graph_parallel islands 0.0 gcnii  # no halo at all
-    4 1 graph_parallel islands 0.5 gcnii  # some ranks have nothing to send
     4 2 gnnpipe(stages=2,chunks=5,historical_gradients=True,period=1,layers_per_stage=(3,1)) multi 0.0 gcn
     # chunks of which nothing crosses
     4 1 gnnpipe(stages=2,chunks=3,checkpoint=True) islands 0.0 sage
@@ -247,7 +246,6 @@ LINES = """
     4 1 gnnpipe(stages=2,chunks=3,layers_per_stage=(1,3)) rough 0.0 sgc
     4 1 gnnpipe(chunks=3) rough 0.5 sgc  # two stages without weights
     2 1 pipegcn sparse 0.0 gat
-    4 2 granndis(depth=1) sparse 0.5 gcn  # preloads and exchanges sparse rows
     4 2 granndis(batches=2) sparse 0.0 sage  # loads them
     4 2 gsplit(splitter='node',prefetch=2,imbalance=0.5) rough 0.0 gat mini
     4 2 p3(pipelined=True,prefetch=2) sparse 0.0 gcn mini batch=9

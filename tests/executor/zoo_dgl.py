@@ -27,11 +27,10 @@ class Chain(nn.Module):
 
 @needs()
 def Convolutions(in_size, out_size):
-    mlp = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     return Chain(
         dglnn.GATConv(in_size, 4, 2, residual=True, activation=F.elu),
         dglnn.GATv2Conv(8, 4, 2, share_weights=True),
-        dglnn.GINConv(mlp, learn_eps=False),
+        dglnn.GINConv(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), learn_eps=False),
         dglnn.TAGConv(8, 8, k=2, activation=F.relu),
         dglnn.SAGEConv(8, 8, "pool", activation=F.relu),
         dglnn.SAGEConv(8, out_size, "gcn"),
@@ -79,8 +78,7 @@ class UserGATLayer(nn.Module):
 
     def forward(self, g, h):
         with g.local_scope():
-            z = self.fc(h)
-            g.ndata["z"] = z
+            g.ndata["z"] = self.fc(h)
             g.apply_edges(self.edge_attention)
             g.update_all(self.message_func, self.reduce_func)
             return g.ndata.pop("h")

@@ -257,8 +257,7 @@ def test_samplers_make_so_many_batches_at_once(samplers, strategy):
     one_s, steps = float(replace(strategy, prefetch=1).predict(problem).epoch_s), 24
     closed = several.predict(problem)
     assert float(closed.epoch_s) == pytest.approx(one_s / samplers, rel=0.05)
-    schedule = several.schedule(problem, 4 * steps)
-    ends = sorted(play(schedule, problem.cost).step_ends.values())
+    ends = sorted(play(several.schedule(problem, 4 * steps), problem.cost).step_ends.values())
     played_s = (ends[-1] - ends[len(ends) // 4 - 1]) / (3 * steps)
     assert played_s * several.steps(problem) == pytest.approx(float(closed.epoch_s), rel=0.05)
     shared_s = float(several.predict(on(problem, cores=6)).epoch_s)
@@ -310,8 +309,7 @@ def test_a_pipeline_of_batches_alike_hides_its_pulls(monkeypatch):
     monkeypatch.setattr("gnnplan.planner.ownership.minibatch.MOST_EDGES", 1)
     problem = problem_of(GRAPHS[0], 1, 2, batch=5)
     strategy = parse("p3(pipelined=True)").settle(problem)
-    steps = strategy.steps(problem)
-    assert strategy.drawn_steps(problem) == 1 and steps > 20
+    assert strategy.drawn_steps(problem) == 1 and strategy.steps(problem) > 20
     later = later_epoch_s(strategy, problem)
     assert float(strategy.predict(problem).epoch_s) == pytest.approx(later, rel=0.05)
 
@@ -345,12 +343,6 @@ def test_alike_steps_count_as_often_as_if_they_were_different(text):
 
 SMALL = load("synthetic:community?vertices=60&edges=400&features=4&classes=3&seed=0")
 GRAPH = load("synthetic:community?vertices=6000&edges=60000&features=4&classes=3&seed=0")
-
-
-def with_few_targets(graph: Graph, share: float) -> Graph:
-    train = np.zeros(graph.stats.vertices, dtype=bool)
-    train[np.random.default_rng(0).permutation(train.size)[: round(share * train.size)]] = True
-    return replace(graph, train=train)
 
 
 def batches_as(batch: int, fanout: tuple[int, ...] | str, seed: int = 0) -> Workload:
@@ -411,7 +403,9 @@ def measured(
 
 def test_weights_pay_where_batches_touch_little():
     """GSplit Fig. 5: cross edges gsplit < node < random, the load of gsplit at or below edge's."""
-    graph, fanouts = with_few_targets(GRAPH, 0.02), (3,)
+    train, fanouts = np.zeros(6000, dtype=bool), (3,)
+    train[np.random.default_rng(0).permutation(6000)[:120]] = True
+    graph = replace(GRAPH, train=train)
     frequency = presample(graph, batches_as(32, fanouts))
     found = {s: measured(graph, split(graph, 4, s, 0, frequency), 32, fanouts) for s in SPLITTERS}
     crossing, load = ({splitter: pair[i] for splitter, pair in found.items()} for i in (0, 1))

@@ -257,8 +257,7 @@ def test_constants_without_a_work_are_what_the_others_imply():
     """Those without GNNLab, found again: software.csv is not out of date."""
     epochs = [each for each in OF_OTHERS if each["testbed"] and each["metric"] == "epoch_time_s"]
     others = [each for each in epochs if each["paper"] != "gnnlab"]
-    told = their_software.kept("gnnlab")
-    assert calibrate.fit_software(others) == pytest.approx(told, rel=0.01)
+    assert calibrate.fit_software(others) == pytest.approx(their_software.kept("gnnlab"), rel=0.01)
 
 
 @pytest.fixture(scope="module")
@@ -318,8 +317,7 @@ def test_epochs_are_summed_up_by_kind_and_by_gpus():
     found = evaluate_rows([one, two])
     assert found["scaling"] == {"n": 1, "median": pytest.approx(1 / 4)}
     kinds, alone = found["kinds"], "mini-batches, one GPU"
-    median = pytest.approx(999)
-    assert kinds[alone] == {"n": 1, "median": median, "ranges": 1, "in_range": 0}
+    assert kinds[alone] == {"n": 1, "median": pytest.approx(999), "ranges": 1, "in_range": 0}
     assert kinds["mini-batches, several GPUs"]["median"] == pytest.approx(749)
     one["value"] = str(predict(one))
     assert evaluate_rows([one])["kinds"][alone]["in_range"] == 1
@@ -335,12 +333,6 @@ def test_samplers_are_rivals():
     faster = predict(device) < predict(host)
     host["value"], device["value"] = ("3", "2") if faster else ("2", "3")
     assert evaluate_rows([host, device])["summary"]["winner"] == {"n": 1, "right": 1}
-
-
-def of_software(**params: object) -> float:
-    """The epoch of `row` where software samples and loads so."""
-    told = {"batch": 1000, "fanout": [10, 25], "sampler": "host", "software": "dgl"} | params
-    return predict(row(paper="dgl", strategy_params=told))
 
 
 def test_a_cache_by_degree_holds_what_most_vertices_read():
@@ -361,5 +353,6 @@ def test_a_cache_by_degree_holds_what_most_vertices_read():
 
 
 def test_software_that_is_not_known_is_said():
+    told = {"batch": 1000, "fanout": [10, 25], "sampler": "host", "software": "ours"}
     with pytest.raises(Skip, match="software that we know"):
-        of_software(software="ours")
+        predict(row(paper="dgl", strategy_params=told))

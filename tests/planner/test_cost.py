@@ -75,8 +75,7 @@ CORE = Device(
 
 
 def core_of(**changed: object) -> Cost:
-    device = CORE.model_copy(update=changed)
-    return Cost(Cluster(device=device, intra_node=Link(bandwidth=1e9)))
+    return Cost(Cluster(device=CORE.model_copy(update=changed), intra_node=Link(bandwidth=1e9)))
 
 
 @pytest.mark.parametrize(
@@ -364,8 +363,7 @@ def test_more_bytes_are_never_faster(efficiency, a, b):
         link = Link(bandwidth=1e9, efficiency=efficiency)
     except SpecError as error:
         assert "may grow no faster than the size" in str(error)
-        sizes = sorted(efficiency)
-        assert any(x / efficiency[x] > y / efficiency[y] for x, y in pairwise(sizes))
+        assert any(x / efficiency[x] > y / efficiency[y] for x, y in pairwise(sorted(efficiency)))
         return
     less, more = sorted((a, b))
     assert less <= link.stretched(less) * (1 + 1e-9)

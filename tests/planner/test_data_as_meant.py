@@ -137,8 +137,7 @@ def test_an_empty_tensor_or_array_has_no_type(tmp_path):
     graph = as_npz(tmp_path, {"src": np.array([]), "dst": np.array([]), "y": [0, 1, 0]})
     assert graph.stats.edges == 0
     torch = quiet("torch")
-    bare = {"edge_index": torch.tensor([[], []]), "x": torch.ones(3, 2)}
-    torch.save(bare, tmp_path / "g.pt")
+    torch.save({"edge_index": torch.tensor([[], []]), "x": torch.ones(3, 2)}, tmp_path / "g.pt")
     assert load(str(tmp_path / "g.pt")).stats.edges == 0
 
 
@@ -185,8 +184,7 @@ def test_missing_multi_labels_are_as_missing_labels(tmp_path, written, none):
 
 
 def saint(folder: Path, labels: dict) -> str:
-    matrix = sp.csr_matrix((np.ones(len(SRC)), (SRC, DST)), (N, N))
-    sp.save_npz(folder / "adj_full.npz", matrix)
+    sp.save_npz(folder / "adj_full.npz", sp.csr_matrix((np.ones(len(SRC)), (SRC, DST)), (N, N)))
     (folder / "class_map.json").write_text(json.dumps(labels))
     roles = {"tr": list(range(9)), "va": list(range(9, N)), "te": []}
     (folder / "role.json").write_text(json.dumps(roles))

@@ -164,8 +164,7 @@ def test_what_is_wrong_with_both_types_is_told_of_float32():
 
 def test_runs_that_reach_an_accuracy_in_both_types_lift_the_rule():
     """What rounding costs is then known; rows that runs tell nothing of are refused."""
-    stats = replace(STATS, hash="seen")
-    problem = problem_of(device(launch=2e-3), stats, hidden=1024)
+    problem = problem_of(device(launch=2e-3), replace(STATS, hash="seen"), hidden=1024)
 
     def run(dtype: str) -> Training:
         workload = problem.workload.model_copy(update={"dtype": dtype})

@@ -164,8 +164,7 @@ def test_gsplit_table_1(name, edges, features):
 
 def test_p3s_example_of_a_mini_batch():
     """Sec. 3.2.2: 24,703 vertices one hop and 188,339 two hops around 1000 seeds; not fitted."""
-    stats = load("ogbn-products")
-    told = expected_frontier(stats, 1000, (25, 10))
+    told = expected_frontier(load("ogbn-products"), 1000, (25, 10))
     assert told.rows[1] == pytest.approx(24_703, rel=0.05)
     assert told.rows[0] == pytest.approx(188_339, rel=0.15)
 

@@ -193,8 +193,7 @@ def test_training_vertices_and_the_edges_among_them(dataset, name):
     graph = load(dataset(name))
     ends = graph.degree[graph.train].sum() / graph.stats.edges
     assert full_graph.among(graph.stats) == pytest.approx(ends, rel=0.15)
-    read = np.repeat(graph.train, graph.degree)
-    inside = int((read & graph.train[graph.indices]).sum())
+    inside = int((np.repeat(graph.train, graph.degree) & graph.train[graph.indices]).sum())
     assert graph.stats.edges * ends**2 == pytest.approx(inside, rel=0.2)
 
 
@@ -235,9 +234,8 @@ def test_what_a_server_has_of_a_graph_shared_in_order(degree, drawn):
     assert layout.region(2) == pytest.approx(has.sum(), rel=0.02)
     facts = layout.facts(2)
     assert facts.rows.sum() / 4 == pytest.approx(has.sum(), rel=0.02)
-    inside = has[neighbours[has]].sum()
     # the drawn are inside for certain, which is left out
-    assert facts.edges.sum() / 4 == pytest.approx(inside, rel=0.15)
+    assert facts.edges.sum() / 4 == pytest.approx(has[neighbours[has]].sum(), rel=0.15)
 
 
 ASKED = {"metric": "fits_in_memory", "strategy_params": ""}
@@ -301,8 +299,7 @@ def test_constants_of_code_host_and_sampler():
         assert predict(asked, partial(scaled, factors={factor: 0.5})) > predict(asked)
 
 
-FIGURES = Path(__file__).resolve().parents[2] / "traces" / "published" / "figures.csv"
-PRINTED = read(str(FIGURES))
+PRINTED = read(str(Path(__file__).resolve().parents[2] / "traces/published/figures.csv"))
 
 
 def timed(strategy: str, value: float, metric: str = "epoch_time_s", baseline: str = "") -> Row:
@@ -364,13 +361,12 @@ def test_plans_name_what_print_found(paper):
 
 # GNNPipe (arXiv 2308.10087): Table 4, 32 layers of 1000 on two servers of four GPUs, eight METIS
 # parts; bubble of Sec. 4.6
-TESTBED = read_cluster("gnnpipe_a5000")
 
 
 def squirrel(dataset: Callable[[str], str], model: str, method: str = "metis") -> Problem:
     graph = load(dataset("squirrel"))
     workload = Workload(model=model, layers=32, hidden=1000)
-    return Problem(graph.stats, graph, workload, TESTBED, method)
+    return Problem(graph.stats, graph, workload, read_cluster("gnnpipe_a5000"), method)
 
 
 @pytest.mark.parametrize("method", ["metis", "metis-volume"])
@@ -390,24 +386,18 @@ def bubble_share(stages: int, chunks: int) -> float:
     return (stages - 1) / (chunks + stages - 1)
 
 
-def equal_slots(schedule: Schedule, forward: float, backward: float) -> Schedule:
-    """The pipeline's order with equal stages and chunks, at 1 flop/s: as the formula has it."""
-    seconds = {"forward": Compute(flops=forward), "backward": Compute(flops=backward)}
-    seconds |= {"history": Compute(), "update": Compute()}
-    tasks = [replace(t, work=seconds.get(t.label.op, t.work)) for t in schedule.tasks]
-    return Schedule(schedule.ranks, schedule.steps, tasks)
-
-
 @pytest.mark.parametrize(("stages", "chunks"), [at_night(8, 32), (3, 5), (2, 1), (5, 3)])
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_bubble_of_equal_stages_is_the_formula(stages, chunks, shuffle):
     stats = GraphStats("s", "s.yaml", 960, 9600, 16, 16, 960, False, "h", known=False)
     fast = {"gemm": 1e6, "memory_bandwidth": 1e14, "launch": 0.0}
-    where = cluster(1, stages, intra=1e14, latency=0.0, **fast)
-    problem = problem_of(stats, where, layers=stages)
+    problem = problem_of(stats, cluster(1, stages, intra=1e14, latency=0.0, **fast), layers=stages)
     strategy = GNNPipe(stages, chunks, shuffle=shuffle).settle(problem)
-    schedule = equal_slots(strategy.schedule(problem, 3), 1e6, 2e6)  # 1 s and 2 s
-    played = play(schedule, Cost(problem.cluster))
+    schedule = strategy.schedule(problem, 3)
+    work = {"forward": Compute(flops=1e6), "backward": Compute(flops=2e6)}  # 1 s and 2 s
+    work |= {"history": Compute(), "update": Compute()}
+    tasks = [replace(task, work=work.get(task.label.op, task.work)) for task in schedule.tasks]
+    played = play(Schedule(stages, 3, tasks), Cost(problem.cluster))
     assert played.epoch_s(1) == pytest.approx((chunks + stages - 1) * (1.0 + 2.0), rel=1e-6)
     assert 1 - chunks * 3.0 / played.epoch_s(1) == pytest.approx(
         bubble_share(stages, chunks), abs=1e-6

@@ -111,8 +111,7 @@ def test_mistakes_are_reported_by_file_line_and_field(cluster_with, row):
 
 def test_what_is_no_mistake(cluster_with):
     """`kind: gpu` was asked whether it means cpu; a latency may be as long as the bound."""
-    told = cluster_with("device:\n", "device:\n  kind: gpu\n")
-    assert read_cluster(told).device.kind == "cuda"
+    assert read_cluster(cluster_with("device:\n", "device:\n  kind: gpu\n")).device.kind == "cuda"
     assert read_cluster(cluster_with("latency: 10us", "latency: 0.1")).inter_node.latency == 0.1
 
 
@@ -365,8 +364,7 @@ def test_what_was_measured_on_a_link_is_carried_to_another(cluster_with):
     assert latency == pytest.approx(1e-3 + 40e-6 - measured.inter_node.latency)
     assert carried(inter_node__bandwidth="25GB/s") == measured.collectives
     own = {"collectives.all_reduce.inter_node.bandwidth": "1GB/s"}
-    both = carried(inter_node__bandwidth="50GB/s", **own)
-    assert both["all_reduce.inter_node"].bandwidth == 1e9
+    assert carried(inter_node__bandwidth="50GB/s", **own)["all_reduce.inter_node"].bandwidth == 1e9
 
 
 @pytest.mark.parametrize("op", ["exchange", "send", "all_reduce"])

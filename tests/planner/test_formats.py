@@ -147,8 +147,7 @@ def test_dgls_labels_may_be_whole_numbers_to_predict(tmp_path):
 def test_every_reader_has_a_file(tmp_path):
     """Who adds a reader adds a writer; those of partitions are tested with them."""
     read = {formats.PICKLE.name}  # is loaded for who trusts it, by `convert`
-    writers = [*(writer for writer, _ in WRITERS), w.dgl_bin]
-    for number, write in enumerate(writers):
+    for number, write in enumerate([*(writer for writer, _ in WRITERS), w.dgl_bin]):
         (tmp_path / str(number)).mkdir()
         read.add(formats.recognise(str(write(tmp_path / str(number)))).name)
     assert read == {form.name for form in formats.FORMATS if "parts" not in form.name}
@@ -315,8 +314,7 @@ def test_files_add_what_an_edge_list_lacks(tmp_path, make):
     features, labels, split = map(str, make(odd))
     path = str(w.csv(tmp_path))
     expected = load(reference(tmp_path, w.ALL)).stats
-    graph = load(source_of(path, features, labels, split))
-    assert graph.stats.hash == expected.hash
+    assert load(source_of(path, features, labels, split)).stats.hash == expected.hash
     convert(path, tmp_path / "mapped", Extras(features, labels, split))
     assert load(str(tmp_path / "mapped")).stats.hash == expected.hash
 
@@ -721,8 +719,7 @@ def test_convert_says_what_it_found_and_where_it_is(tmp_path, gnnplan):
     assert code == 0 and "(an edge list): 30 vertices, 90 edges" in out
     assert f"next: gnnplan plan --graph {tmp_path / 'g'}" in out
     document = json.loads(gnnplan("convert", w.csv(tmp_path), tmp_path / "h", "--json")[1])
-    told = {"format": "an edge list", "vertices": 30, "edges": 90}
-    assert told.items() <= document.items()
+    assert {"format": "an edge list", "vertices": 30, "edges": 90}.items() <= document.items()
     for words, said in (
         ((tmp_path / "g",), "is already there; give the name of a new folder"),
         ((tmp_path / "no" / "g",), "does not exist; create it first"),

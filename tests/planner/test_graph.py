@@ -364,8 +364,7 @@ def test_features_labels_and_splits_have_the_names_of_other_libraries_too(save, 
     """`features`, `labels` and `train_idx` were left, and stand-ins were trained on."""
     renamed = {"features": SMALL["x"], "label": SMALL["y"], "x": None, "y": None}
     for part in ("train", "val", "test"):
-        ids = np.flatnonzero(SMALL[f"{part}_mask"])
-        renamed |= {f"{part}_idx": ids, f"{part}_mask": None}
+        renamed |= {f"{part}_idx": np.flatnonzero(SMALL[f"{part}_mask"]), f"{part}_mask": None}
     for write in (save, save_folder):
         expected = load(write())
         found = load(write(**renamed))
@@ -375,8 +374,7 @@ def test_features_labels_and_splits_have_the_names_of_other_libraries_too(save, 
     own = load(save(features=SMALL["x"] + 1))  # a field beside features of ours
     np.testing.assert_array_equal(own.x, load(save()).x)
     assert [*own.vertex_fields] == ["features"]
-    told = load(save(x=None, y=None, **dict.fromkeys(MASKS), num_nodes=7))
-    assert told.stats.vertices == 7
+    assert load(save(x=None, y=None, **dict.fromkeys(MASKS), num_nodes=7)).stats.vertices == 7
     with pytest.raises(SpecError, match=r"num_nodes: must be a whole number"):
         load(save(num_nodes=[3, 4]))
     with pytest.raises(SpecError, match=r"train_idx: .* ids of 1 vertices; write each once"):
@@ -524,8 +522,7 @@ def test_a_loss_of_numbers_says_that_labels_are_numbers(tmp_path):
 @pytest.mark.parametrize("make", [scipy_csr, matrix_market])
 def test_a_matrix_of_ones_has_no_weights(tmp_path, make, monkeypatch):
     monkeypatch.setattr(written, "matrix", lambda: matrix(np.ones(90)))
-    graph = load(str(make(tmp_path)), directed=True)
-    assert "edge_weight" not in graph.edge_fields
+    assert "edge_weight" not in load(str(make(tmp_path)), directed=True).edge_fields
 
 
 def test_dgls_names_may_be_those_of_vertices_features_and_files(tmp_path):
@@ -582,8 +579,7 @@ def test_an_edge_that_is_given_twice_has_one_row(tmp_path):
     edges = {"src": [0, 0, 1, 0], "dst": [1, 1, 2, 1]}
     agreed = load(own(tmp_path, **edges, edge_attr=[[1, 2], [1, 2], [3, 4], [1, 2]]), directed=True)
     assert agreed.edge_fields["edge_attr"].tolist() == [[1, 2], [3, 4]]
-    path = own(tmp_path, **edges, edge_attr=[[1, 2], [1, 2], [3, 4], [1, 9]])
-    apart = load(path, directed=True)
+    apart = load(own(tmp_path, **edges, edge_attr=[[1, 2], [1, 2], [3, 4], [1, 9]]), directed=True)
     said = (
         "left edge_attr out: 1 edges are given again with different values, first 0 -> 1 with"
         " [1, 2] and [1, 9]; merge them to have it"
@@ -609,8 +605,7 @@ def test_the_hash_knows_fields_and_their_names(tmp_path):
     some += [{"pos": np.ones(9)}, {"vertex.pos": np.zeros(9)}, {"vertex.edge_weight": np.ones(9)}]
     hashes = [load(own(tmp_path, **edges, **fields)).stats.hash for fields in some]
     assert len(set(hashes)) == len(some)
-    named = load(own(tmp_path, **edges, **{"edge.edge_weight": [1.0, 2.0]})).stats.hash
-    assert named == hashes[1]
+    assert load(own(tmp_path, **edges, **{"edge.edge_weight": [1.0, 2.0]})).stats.hash == hashes[1]
 
 
 FOUR = {"src": [0, 1, 2, 3], "dst": [1, 2, 3, 4]}

@@ -172,15 +172,13 @@ def test_a_placed_schedule_is_its_prediction(name, where):
 
 
 def test_plans_remember_placement():
-    islands = [[0, 2, 4, 6], [1, 3, 5, 7]]
-    problem = problem_of(cluster(1, 8, islands=islands, island=FAST))
+    problem = problem_of(cluster(1, 8, islands=[[0, 2, 4, 6], [1, 3, 5, 7]], island=FAST))
     found = search(problem, forced=parse("gnnpipe(stages=2,chunks=8)"))
     document = plan.make(found)
     asked, best = plan.question(document), document["best"]
     assert asked.placement == found.best.problem.placement != ()
     assert asked.by_gpu == tuple(np.argsort(asked.placement))
-    epoch_s = float(plan.chosen(document).predict(asked).epoch_s)
-    assert epoch_s == best["predicted"]["epoch_s"]
+    assert float(plan.chosen(document).predict(asked).epoch_s) == best["predicted"]["epoch_s"]
     told = "in the order of the GPUs an epoch would be"
     assert any(told in line for line in document["explanation"])
     assert {place["stage"] for place in best["placement"]} == {0, 1}
@@ -202,8 +200,7 @@ def test_plans_remember_placement():
     ],
 )
 def test_a_placement_edited_by_hand(place, rule):
-    problem = problem_of(cluster(1, 8))
-    document = plan.make(search(problem, forced=parse("graph_parallel")))
+    document = plan.make(search(problem_of(cluster(1, 8)), forced=parse("graph_parallel")))
     if place is None:
         document["best"]["placement"] = {}
     else:

@@ -186,8 +186,7 @@ def test_candidates_spread_no_more_than_memory_asks():
         (room - 1, DataParallel(features="spread")),
         (ALL_ROWS / 4 * 1.02 + ALL_LISTS, DataParallel(features="spread")),
     ):
-        problem = problem_of(4, 2, host_memory)
-        assert fitting(problem, DataParallel()) == strategy
+        assert fitting(problem_of(4, 2, host_memory), DataParallel()) == strategy
         ahead = problem_of(4, 2, host_memory and host_memory + waiting)
         assert next(DataParallel.candidates(ahead)) == replace(strategy, prefetch=1)
     tight = problem_of(4, 2, room := ALL_ROWS / 4 * 1.02 + 0.9 * ALL_LISTS)
@@ -245,8 +244,7 @@ def test_a_strategy_that_does_not_fit_says_what_would():
     rule += " 9.13 GB) but there is 32.00 GB (host_memory); use data_parallel(features='spread') or"
     rule += " --set host_memory=66.06GB; the smallest change that would fit: --set"
     assert str(refused.value).startswith(f"{rule} host_memory=66.06GB would fit data_parallel")
-    enough = printed("ogbn-papers100M", host_memory="66.06GB")
-    assert search(enough, forced=DataParallel()).best
+    assert search(printed("ogbn-papers100M", host_memory="66.06GB"), forced=DataParallel()).best
     with pytest.raises(Infeasible, match=r"(?s)nothing fits.*--set host_memory=[\d.]+GB would fit"):
         search(printed("facebook-darwini", host_memory="10GB"))
 
@@ -297,8 +295,7 @@ def test_steps_under_way_together_are_held_together():
     program = Program.of(step, order=Pipelined(0), in_flight=3)
     program = replace(program, known=lambda: [0] * 5, steps=5)
     assert fullest(TWO, program).tolist() == [3, 3]
-    plain = replace(program, order=None, in_flight=1)
-    assert fullest(TWO, plain).tolist() == [1, 1]
+    assert fullest(TWO, replace(program, order=None, in_flight=1)).tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("problem", [TWO, MINI], ids=["full", "mini"])

@@ -103,8 +103,7 @@ def test_the_least_energy_is_on_fewer_gpus_and_the_plan_says_how_much():
     assert "energy per epoch: " in document["summary"]["range"]
     assert "cheapest in energy" in document["summary"]["sure"]
     assert any("dearer in energy" in line for line in document["explanation"])
-    fast = search(problem_of(), forced=parse("graph_parallel"))
-    assert "energy_j" not in plan.make(fast)["best"]
+    assert "energy_j" not in plan.make(search(problem_of(), forced=parse("graph_parallel")))["best"]
     # another of its answers keeps what the objective counts
     taken = take(document, problem_of(), "NEXT")
     assert taken["best"]["energy_j"] == document["alternatives"][0]["energy_j"]

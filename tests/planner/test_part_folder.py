@@ -1,6 +1,5 @@
 """Folders of parts: what is read back is the graph, and what is damaged or half-written is told."""
 
-import json
 import os
 import resource
 import shutil
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.sparse as sp
-from calls import call
+from calls import call, rewritten, turn_a_bit
 from nightly import at_night
 
 import gnnplan
@@ -210,19 +209,14 @@ def test_a_plan_is_of_its_parts(tmp_path):
         documents.question(document)
 
 
-def garbled(path: Path) -> None:
-    raw = bytearray(path.read_bytes())
-    raw[-1] ^= 1
-    path.write_bytes(raw)
-
-
 def changed(path: Path, **fields: object) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    with rewritten(path) as document:
+        document |= fields
 
 
 def many_vertices(folder: Path) -> None:
-    graph = json.loads((folder / "parts.json").read_text())["graph"]
-    changed(folder / "parts.json", graph=graph | {"vertices": 2**31})
+    with rewritten(folder / "parts.json") as document:
+        document["graph"]["vertices"] = 2**31
 
 
 def test_parts_of_another_graph_are_refused(tmp_path):
@@ -251,8 +245,11 @@ BREAK: dict[str, tuple[Callable[[Path], object], str]] = {
     "none": (lambda f: changed(f / "parts.json", parts=0, digests=[]), "describes 0 parts"),
     "no files": (lambda f: changed(f / "parts.json", files={}), "tells of no degree.npy"),
     "fewer": (lambda f: changed(f / "parts.json", vertices=[1, 1, 1]), "have 3 vertices, and its"),
-    "bits": (lambda f: garbled(f / "part1/indices.npy"), r"indices.npy: is damaged \(its digest"),
-    "x bits": (lambda f: garbled(f / "part1/x.npy"), r"x.npy: is damaged \(its digest"),
+    "bits": (
+        lambda f: turn_a_bit(f / "part1/indices.npy"),
+        r"indices.npy: is damaged \(its digest",
+    ),
+    "x bits": (lambda f: turn_a_bit(f / "part1/x.npy"), r"x.npy: is damaged \(its digest"),
 }
 
 

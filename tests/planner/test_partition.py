@@ -225,8 +225,7 @@ def test_locality_order_keeps_clusters_together(graph):
     rows = np.repeat(np.arange(4000), graph.degree)
     distance = np.abs(rank[rows].astype(int) - rank[graph.indices]).mean()
     assert distance < 0.8 * np.abs(rows - graph.indices).mean()
-    clusters = partition(graph, 64)
-    in_order = clusters[np.argsort(rank)]
+    in_order = partition(graph, 64)[np.argsort(rank)]
     assert (np.diff(in_order) != 0).sum() == 63  # each cluster is one stretch
 
 
@@ -253,8 +252,7 @@ def test_kaminpar_that_is_not_installed_is_named_with_its_remedy(own_cache, grap
 
 def test_metis_that_fails_is_told_with_a_remedy(graph, monkeypatch):
     """'Caught an unknown exception!' was all that a user read of 93 million edges."""
-    failing = raising(RuntimeError("Caught an unknown exception!"))
-    monkeypatch.setattr("pymetis.part_graph", failing)
+    monkeypatch.setattr("pymetis.part_graph", raising(RuntimeError("Caught an unknown exception!")))
     with pytest.raises(SpecError, match=r"METIS failed on 80,000 .* kaminpar or hash"):
         module.cut("metis", graph.csr_edges, 8, 0)
 
@@ -288,8 +286,7 @@ def test_training_vertices_are_even_where_few_move_for_that(monkeypatch):
     together = np.arange(15_000) < 1_500  # to move these would cost halo rows
 
     def halo(part):
-        layout = Layout(graph, part, tuple(range(32)), 1, 0)
-        return layout.facts(1).sends.sum()
+        return Layout(graph, part, tuple(range(32)), 1, 0).facts(1).sends.sum()
 
     def fullest(part, marked):
         counts = np.bincount(part[marked], minlength=32)
@@ -452,8 +449,7 @@ def reached(seeds: np.ndarray, number: int) -> tuple[list[set[int]], list[int]]:
     """h_0 .. h_L as sets, and edges per layer: the sampler's draws, put together plainly."""
     rows, edges = [set(seeds.tolist())], []
     for layer, fanout in ((2, 3), (1, 2)):
-        ids = np.array(sorted(rows[0]))
-        _, places = draw(GRAPH, ids, fanout, key_of(0, 0, number, layer))
+        _, places = draw(GRAPH, np.array(sorted(rows[0])), fanout, key_of(0, 0, number, layer))
         rows.insert(0, rows[0] | set(GRAPH.indices[places].tolist()))
         edges.insert(0, places.size)
     return rows, edges

@@ -62,7 +62,6 @@ def near(gpus: int, own: Callable[[int], int], count: int, name: str = "NIC{}") 
 
 FIRST_TWO = ways(4, 1, lambda gpu, nic: "NODE" if gpu < 2 else "SYS")
 PAIRS = matrix(4, joined(range(2), range(2, 4)), FIRST_TWO)
-MESH = matrix(3, lambda a, b: "NV1" if abs(a - b) == 1 else "SYS", {})
 
 LINK = Link(bandwidth=50e9, latency=5e-6)
 
@@ -242,7 +241,6 @@ def best(near: dict[int, tuple[int, ...]], way: str, half: int) -> Callable[[int
 
 ALL8, ALL4 = (tuple(range(8)),), (tuple(range(4)),)
 HALVES, TWO_PAIRS = ((0, 1, 2, 3), (4, 5, 6, 7)), ((0, 1), (2, 3))
-OWN8 = {gpu: (gpu,) for gpu in range(8)}
 
 
 @pytest.mark.parametrize(
@@ -251,7 +249,7 @@ OWN8 = {gpu: (gpu,) for gpu in range(8)}
         # ten cards, of which two are for storage
         pytest.param(matrix(8, EIGHT, ways(8, 10, lambda g, n: "PXB" if n in ((0, 1), (2, 3), (6, 7), (8, 9))[g // 2] else "SYS", "mlx5_{}")), ALL8, (), PAIRS_OF, id="DGX A100"),
         pytest.param(matrix(8, EIGHT, ways(8, 12, best(dict(enumerate([(0,), (3,), (4,), (5,), (6,), (9,), (10,), (11,)])), "PXB", 6))), ALL8, (), each(8), id="DGX H100"),
-        pytest.param(matrix(8, EIGHT, ways(8, 10, best(OWN8, "PIX", 5))), ALL8, (), each(8), id="DGX H200"),
+        pytest.param(matrix(8, EIGHT, ways(8, 10, best(dict(enumerate(zip(range(8)))), "PIX", 5))), ALL8, (), each(8), id="DGX H200"),
         pytest.param(matrix(8, EIGHT, ways(8, 14, best(dict(enumerate([(0,), (3,), (4,), (5,), (8,), (9,), (12,), (13,)])), "PXB", 7))), ALL8, (), each(8), id="DGX B200"),
         pytest.param(matrix(4, joined(range(4)), ways(4, 2, lambda g, n: "NODE" if g // 2 == n else "SYS")), ALL4, (), TWO_PAIRS, id="HGX of four, two NICs"),
         pytest.param(matrix(4, joined(range(4)), ways(4, 1, lambda g, n: "PHB" if g < 2 else "SYS")), ALL4, (), ALL4, id="HGX of four, one NIC"),
@@ -370,7 +368,8 @@ def test_columns_that_are_absent_keep_what_the_cluster_has(tmp_path, capsys):
 
 def test_links_that_a_table_lacks_are_left_out_and_said(tmp_path, capsys):
     """A preset's NVLink vanished without a word, also where a table has some that is no island."""
-    (tmp_path / "topo.txt").write_text(MESH)
+    mesh = matrix(3, lambda a, b: "NV1" if abs(a - b) == 1 else "SYS", {})
+    (tmp_path / "topo.txt").write_text(mesh)
     assert read(read_cluster("dgx_a100"), [], tmp_path / "topo.txt").islands == ()
     said = capsys.readouterr().err
     assert "has NVLink between some pairs of GPUs 0, 1, 2 only" in said

@@ -61,7 +61,6 @@ from gnnplan.planner.vocabulary.trace import Span, transfer_times
 from gnnplan.simulator.noise import Noise, epochs
 from gnnplan.testing.laws import GRAPHS, cluster, problem_of
 
-TRACES = Path(__file__).resolve().parents[2] / "traces" / "quoted"
 GRAPH = load("synthetic:community?vertices=600&edges=6000&features=32&classes=4&seed=0")
 SLOW = Link(bandwidth=1e8, latency=20e-6)  # decides
 CLUSTER = changed(read_cluster("gnnpipe_a5000"), servers=2, gpus_per_server=2, inter_node=SLOW)
@@ -102,7 +101,7 @@ def test_predictions_miss_as_plans_say_they_do():
     MISSES was found from these runs, so this holds the constant against its source. In later runs
     the ranges of plans held 92 % (docs/reference/measured-runs.md).
     """
-    with (TRACES / "measured.csv").open(newline="") as file:
+    with (Path(__file__).parents[2] / "traces/quoted/measured.csv").open(newline="") as file:
         rows = [(parse(r["strategy"]), r) for r in csv.DictReader(file)]
     inside = []
     for strategy, row in rows:
@@ -211,8 +210,7 @@ def test_a_refit_finds_what_is_slower_and_is_scored_on_other_questions():
     for hidden, name in product((16, 256), names):
         planned = run(name, 1.0, hidden=hidden).planned
         there = replace(planned.problem, cluster=slow)
-        truth = float(planned.strategy.predict(there).epoch_s)
-        runs.append(run(name, truth, hidden=hidden))
+        runs.append(run(name, float(planned.strategy.predict(there).epoch_s), hidden=hidden))
     cluster, report = refit_cluster(runs)
     factors = report["factors"]
     assert factors["computation"] == pytest.approx(0.5, rel=0.05)
@@ -386,8 +384,7 @@ def problem(where: Cluster, **workload: Any) -> Problem:
 def test_a_question_names_its_link_in_bits(servers, told):
     """50 MB/s are 400 Mbit/s."""
     where = cluster(servers, 2 // servers, inter=50e6)
-    asked = problem(where, model="sage", layers=3, hidden=256)
-    assert question_name(asked).endswith(told)
+    assert question_name(problem(where, model="sage", layers=3, hidden=256)).endswith(told)
 
 
 def test_the_95th_percentile_of_three_errors():

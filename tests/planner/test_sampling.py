@@ -134,8 +134,7 @@ def test_a_sample_is_a_share_of_the_rows_and_the_same_in_any_order(rows, percent
     places = of_boundary(ids, p, 7, epoch, layer, 2)
     assert places.size == -(-percent * rows // 100) and (np.diff(places) > 0).all()
     turned = ids[::-1]
-    again = turned[of_boundary(turned, p, 7, epoch, layer, 2)]
-    assert set(again) == set(ids[places])
+    assert set(turned[of_boundary(turned, p, 7, epoch, layer, 2)]) == set(ids[places])
 
 
 def test_every_row_is_drawn_as_often():
@@ -213,8 +212,7 @@ def test_negatives_are_any_vertices_and_belong_to_their_edge():
     assert set(zip(pairs.heads.tolist(), pairs.tails[:, 0].tolist(), strict=True)) <= named(LARGE)
     assert np.array_equal(half.tails, pairs.tails[2500:])
     assert np.array_equal(half.heads, pairs.heads[2500:])
-    counts = np.bincount(pairs.tails[:, 1:].ravel() // 60, minlength=100)
-    assert chisquare(counts).pvalue > 1e-3
+    assert chisquare(np.bincount(pairs.tails[:, 1:].ravel() // 60, minlength=100)).pvalue > 1e-3
     for of, epoch, number in ((other, 2, 0), (w, 3, 0), (w, 2, 1)):
         tails = sampling.pairs_in(LARGE, of, edges[0], epoch, number).tails
         assert np.mean(tails[:, 1:] == pairs.tails[:, 1:]) < 0.01

@@ -86,8 +86,7 @@ def test_gpus_are_on_one_server_while_they_fit_there_and_then_on_whole_ones(gpus
     there = problem_of(base, gpus)
     assert (there.ranks, there.cluster.servers, there.cluster.gpus_per_server) == (gpus, servers, 8)
     # GPUs of an island first
-    islands = question("flickr", "gsplit_p3_8xlarge")
-    assert len(set(problem_of(islands, 2).servers)) == 1
+    assert len(set(problem_of(question("flickr", "gsplit_p3_8xlarge"), 2).servers)) == 1
     with pytest.raises(SpecError, match="are whole servers: 8 or 16"):
         problem_of(base, 12)
 
@@ -102,8 +101,7 @@ def test_fewer_ranks_on_a_cpu_have_more_of_its_cores():
 def test_a_row_is_what_a_search_finds_there(exact):
     """The cluster as it is in its file is one of the sizes."""
     base = question("reddit", "dgx_a100")
-    found = scale(base, [1, 4, 16], Search(exact))
-    for size in found.sizes:
+    for size in scale(base, [1, 4, 16], Search(exact)).sizes:
         there = base if size.gpus == 16 else problem_of(base, size.gpus)
         expected = search(there, exact, may_use_fewer=False).best
         assert str(size.best.strategy) == str(expected.strategy)
@@ -127,8 +125,7 @@ def test_the_best_size_is_never_worse_than_any(graph, objective):
 
 
 def test_more_gpus_are_slower_on_a_small_graph_and_faster_on_a_large_one():
-    base = question("squirrel", "granndis_2080ti_1gbe", hidden=16)
-    small = scale(base, [1, 2, 4, 8, 16])
+    small = scale(question("squirrel", "granndis_2080ti_1gbe", hidden=16), [1, 2, 4, 8, 16])
     epochs = {size.gpus: size.time_s for size in small.sizes}
     assert small.fastest.gpus == min(epochs, key=epochs.__getitem__)
     # one GPU launches all kernels of a step as one
@@ -205,8 +202,7 @@ def test_numbers_that_cannot_be_had_are_skipped():
 def test_costs_need_a_price_and_servers_are_rented_whole():
     with pytest.raises(SpecError, match=r"--objective cost needs the price .* --set price=2.50"):
         scale(question(), [1], Search(objective=Objective("cost")))
-    found = scale(question("flickr", "dgx_a100", "price=3.6"), [1, 8])
-    for size in found.sizes:
+    for size in scale(question("flickr", "dgx_a100", "price=3.6"), [1, 8]).sizes:
         assert size.best.dollars == pytest.approx(8 * 0.001 * size.time_s)
     assert scale(question(), [1]).cheapest is None
 

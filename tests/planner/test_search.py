@@ -103,8 +103,7 @@ def test_candidates_are_ranked_or_rejected_and_the_fastest_leads(
     ],
 )
 def test_rejected_say_why(gpus, layers, name, reason):
-    rejected = dict(search(problem_of(1, gpus, layers=layers)).rejected)
-    assert rejected[name].startswith(reason)
+    assert dict(search(problem_of(1, gpus, layers=layers)).rejected)[name].startswith(reason)
 
 
 def test_what_does_not_fit_is_rejected_with_what_fills_the_memory():
@@ -232,8 +231,7 @@ def test_more_memory_as_proposed_does_fit(number, memory, monkeypatch):
         r"--set (device.memory=\S+) would fit (.+?)(?: or --set .*)?$", message
     ).groups()
     enough, _ = apply_overrides(problem.cluster, problem.workload, [proposed])
-    larger = replace(problem, cluster=enough)
-    assert name in [str(c.strategy) for c in search(larger, **how).ranked]
+    assert name in [str(c.strategy) for c in search(replace(problem, cluster=enough), **how).ranked]
     # the smallest, but for the rounding to 10 MB
     assert refused(on(problem, memory=enough.device.memory * 0.98), **how)
 
@@ -381,8 +379,7 @@ def test_exact_plans_turn_to_checkpoints_where_batches_would_change_the_gradient
 def with_epochs(found: SearchResult, *epochs: tuple[str, float]) -> SearchResult:
     """The search's candidates of these names, as if they had these epochs [s]."""
     by_name = {str(c.strategy): c for c in found.ranked}
-    ranked = [taking(by_name[name], epoch_s) for name, epoch_s in epochs]
-    return SearchResult(found.problem, ranked)
+    return SearchResult(found.problem, [taking(by_name[name], epoch_s) for name, epoch_s in epochs])
 
 
 def test_the_line_of_close_ones_names_a_strategy_whole():
@@ -512,7 +509,6 @@ def test_a_plan_of_many_gpus_computes_nothing_twice(mode, monkeypatch):
     assert max(counted["price_of"]) <= problem.ranks / 4
 
 
-EIGHTY = "synthetic:community?vertices=80&edges=600&features=16&classes=4&seed=0"
 # Islands that are not in the order of the GPUs, and links so slow that fewer GPUs compete.
 CLUSTER = {
     "servers": 2,
@@ -527,7 +523,7 @@ CLUSTER = {
 
 @pytest.fixture(scope="module")
 def planned():
-    graph = load(EIGHTY)
+    graph = load("synthetic:community?vertices=80&edges=600&features=16&classes=4&seed=0")
     problem = Problem(graph.stats, graph, Workload(layers=2, hidden=16), Cluster(**CLUSTER))
     return make(search(problem)), problem
 

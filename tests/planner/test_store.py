@@ -190,8 +190,7 @@ THIN = replace(GRAPH, x=X, stats=replace(GRAPH.stats, nonzeros=X.nnz, hash="spar
 def test_ranks_cache_as_many_rows_as_their_columns_leave_room_for():
     """Three ranks have 13, 13 and 14 of 40 columns; sparse rows take what their columns have."""
     strategy = P3(over="rank", cache=13 * 14 * 4)
-    store = strategy.store(problem_of(1, 3))
-    assert [ids.size for ids in store.cached] == [14, 14, 13]
+    assert [ids.size for ids in strategy.store(problem_of(1, 3)).cached] == [14, 14, 13]
     problem = problem_of(1, 3, THIN)
     columns = strategy.slices(problem)[1].columns
     numbers = X[:, columns.start : columns.stop].nnz
@@ -232,8 +231,7 @@ def test_frequency_counts_what_is_read(monkeypatch):
     assert store_module.heat(GRAPH, w, "frequency", 3, 2).tolist() == reads.tolist()
     monkeypatch.setattr(store_module, "frontiers", None)
     assert store_module.heat(GRAPH, w, "frequency", 3, 2).tolist() == reads.tolist()
-    order = store_module.hottest(GRAPH, w, "frequency", 3, 2)
-    assert (np.diff(reads[order]) <= 0).all()
+    assert (np.diff(reads[store_module.hottest(GRAPH, w, "frequency", 3, 2)]) <= 0).all()
 
 
 def test_remote_rows_are_those_of_the_formula():

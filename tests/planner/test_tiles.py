@@ -161,8 +161,7 @@ def test_a_grid_that_fits_is_chosen_before_a_faster_one_that_does_not():
 def test_an_axis_between_servers_is_short_where_their_link_is_slow():
     """8 ranks on 2 servers: the axis that crosses has 2 ranks."""
     links = {"intra_node": Link(bandwidth=1e11), "inter_node": Link(bandwidth=1e8)}
-    apart = on(problem((8,)), servers=2, gpus_per_server=4, **links)
-    chosen = Tensor3D().settle(apart)
+    chosen = Tensor3D().settle(on(problem((8,)), servers=2, gpus_per_server=4, **links))
     assert min(size for size in (chosen.x, chosen.y, chosen.z) if size != 1) == 2
 
 
@@ -218,8 +217,7 @@ def test_no_order_moves_fewer_numbers(model, hidden, dropout):
                 total += spec.gathered * 2 * (1 + varies)
             before = by_columns
         every.append(total)
-    courses = arranged(shapes, True)[1]
-    assert sum(course.numbers for course in courses if course) == min(every)
+    assert sum(course.numbers for course in arranged(shapes, True)[1] if course) == min(every)
 
 
 def plain(model: str = "gcn", layers: int = 3, where: Any = None, **workload: Any) -> Problem:
@@ -248,8 +246,7 @@ def test_layers_of_buckets(model, count, narrow, layers, after):
 
 
 def test_a_deep_model_has_equal_buckets_and_one_rank_none():
-    asked = plain("resgcn", 20)
-    sizes = [bucket.weights for bucket in buckets_of(asked, 4, narrow=False)]
+    sizes = [bucket.weights for bucket in buckets_of(plain("resgcn", 20), 4, narrow=False)]
     assert len(sizes) == 4 and max(sizes) <= 1.3 * min(sizes)
     assert buckets_of(plain(where=cluster(1, 1)), 3, narrow=False) == []
 
@@ -388,5 +385,4 @@ def test_a_plan_that_asks_for_it_says_what_it_saves(strategy, op):
     few, whole = strategy.predict(asked), replace(strategy, bits=None).predict(asked)
     assert f"{strategy} sends {few.bytes[op] / 1e3:.2f} kB of rows" in lines
     assert f"{replace(strategy, bits=None)} {whole.bytes[op] / 1e3:.2f} kB" in lines
-    plain = "\n".join(explain(search(asked, forced=GraphParallel()), []))
-    assert "to pack" not in plain
+    assert "to pack" not in "\n".join(explain(search(asked, forced=GraphParallel()), []))

@@ -111,7 +111,6 @@ def route(whole: nx.DiGraph, a: int, b: int) -> list[Port]:
 
 DEVICE = Device(name="toy", memory=1e12, gemm=1e12, memory_bandwidth=1e12)
 LINKS = {"intra_node": Link(bandwidth=1e9), "inter_node": Link(bandwidth=1e8)}
-RING = Fabric.model_construct(kind="ring", latency=0.5)
 OVERSUBSCRIBED = {"kind": "leaf_spine", "servers_per_leaf": 2, "oversubscription": 4}
 LEAVES = Fabric.model_construct(**OVERSUBSCRIBED, latency=0.5)
 
@@ -201,7 +200,7 @@ def test_bytes_over_links_are_conserved(where, seed):
 
 def test_a_ring_of_servers():
     """Five servers: 0 to 2 over 1; all to all, each cable has three of ten; a sum goes one way."""
-    cost = Cost(cluster(5, fabric=RING))
+    cost = Cost(cluster(5, fabric=Fabric.model_construct(kind="ring", latency=0.5)))
     assert cost.send(0, Send(2, 10**8)).alone == 2.0 + 2 * 0.5 + 1.0
     everyone = cost.exchange(1e8 * ~np.eye(5, dtype=bool))
     assert everyone.latency == 4 * 2.0 + (1 + 2 + 2 + 1) * 0.5

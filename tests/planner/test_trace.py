@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from calls import call
+from calls import call, rewritten
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nightly import examples, text
@@ -34,12 +34,6 @@ SPANS = [
 
 def write(directory: Path, spans: list[Span] = SPANS, world: int = 2) -> None:
     write_traces(directory, spans, range(world), world, "measured", "gloo")
-
-
-def edit(path: Path, change) -> None:
-    data = json.loads(path.read_text())
-    change(data)
-    path.write_text(json.dumps(data))
 
 
 @pytest.mark.slow
@@ -129,7 +123,8 @@ def change_event(**fields):
 )
 def test_a_broken_file_names_itself_and_what_is_wrong(tmp_path, change, says):
     write(tmp_path)
-    edit(tmp_path / "trace.rank1.json", change)
+    with rewritten(tmp_path / "trace.rank1.json") as trace:
+        change(trace)
     with pytest.raises(SpecError, match=says):
         read_traces(tmp_path)
 
@@ -146,7 +141,8 @@ def test_missing_ranks_and_empty_folders_are_errors(tmp_path):
 def test_foreign_events_are_skipped(tmp_path):
     foreign = {"ph": "i", "name": "mark", "ts": 3, "pid": 0, "tid": 0}
     write(tmp_path)
-    edit(tmp_path / "trace.rank0.json", lambda d: d["traceEvents"].append(foreign))
+    with rewritten(tmp_path / "trace.rank0.json") as trace:
+        trace["traceEvents"].append(foreign)
     assert read_traces(tmp_path) == SPANS
 
 

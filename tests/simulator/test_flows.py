@@ -1,4 +1,4 @@
-"""The network: its shares by hand and max-min fair, single flows, bundles, ends and queues. And ranks on a
+"""The network: its shares by hand and max-min fair, single flows, bundles and ends. And ranks on a
 CPU share its cores: by hand, against the closed form, and with copied messages."""
 
 import random
@@ -12,7 +12,7 @@ import simpy
 from asked import changed, epochs_s
 from hypothesis import given
 from hypothesis import strategies as st
-from nightly import NIGHT, at_night, covered, pairs
+from nightly import NIGHT, covered, pairs
 
 from gnnplan.planner.cluster import compute
 from gnnplan.planner.cluster.cost import Cost
@@ -152,47 +152,6 @@ def test_an_exchange_by_flows_has_the_same_bytes_on_its_ports_and_waits_for_the_
     whole[np.ix_([1, 4, 6, 7, 11], [1, 4, 6, 7, 11])] = some
     assert single.exchange(some, (1, 4, 6, 7, 11)) == single.exchange(whole)
     assert single.exchange(np.zeros((12, 12))).alone == 0.0
-
-
-LOAD, CUSTOMERS, BATCHES = 0.6, 6000, 20
-
-
-def arrivals(kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """Poisson, and sizes of mean 1 of three kinds."""
-    random = np.random.default_rng(11)
-    sizes = {"exponential": random.exponential(1, CUSTOMERS), "equal": np.ones(CUSTOMERS)}
-    sizes["few large"] = random.exponential(1, CUSTOMERS)
-    sizes["few large"] *= np.where(random.random(CUSTOMERS) < 0.2, 3.0, 0.5)
-    return np.cumsum(random.exponential(1 / LOAD, CUSTOMERS)), sizes[kind]
-
-
-@pytest.mark.slow
-# of exponential ones a queue that serves first who comes first has the same mean
-@pytest.mark.parametrize("kind", ["equal", at_night("few large"), at_night("exponential")])
-def test_one_link_is_a_queue_that_shares_its_processor(kind):
-    """M/G/1-PS: mean time in the system S / (1 - rho) = 2.5, whatever the sizes' distribution
-    (Kleinrock 1967); first come, first served would give 1.75 with equal sizes and 4 with few large
-    ones. Batch means, 99 % of Student's t, of the network's bundles."""
-    starts, sizes = arrivals(kind)
-    means = (by_network(starts, sizes) - starts)[CUSTOMERS // 10 :].reshape(BATCHES, -1).mean(1)
-    half = 2.861 * means.std(ddof=1) / np.sqrt(BATCHES)
-    assert abs(means.mean() - 1 / (1 - LOAD)) <= half < 0.75
-
-
-def by_network(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    env = simpy.Environment()
-    network, ends = Network(env), np.zeros(len(sizes))
-
-    def ended(i: int) -> None:
-        ends[i] = env.now
-
-    def arrive(i: int) -> None:
-        network.start(Demand(0.0, {("nic_out", 0): float(sizes[i])}), lambda: ended(i))
-
-    for i, start in enumerate(starts.tolist()):
-        env.timeout(start).callbacks.append(lambda _, i=i: arrive(i))
-    env.run()
-    return ends
 
 
 A, B, C, D = (("nic_out", i) for i in range(4))
@@ -469,8 +428,7 @@ def test_stale_exchanges_share_cores_with_computation(core_s_per_byte, ranks, se
 def test_what_is_done_at_once_shares_cores_in_predictions_too(strategy, workload, cores):
     """Waiting stages leave their share (it was half too slow); samplers and copies take theirs."""
     fast = Link(bandwidth=1e7, latency=1e-6, core_s_per_byte=1e-7)
-    rates = {"draw": 3e4, "lay": 3e4}
-    cluster = changed(machine(4, cores), intra_node=fast, host_rates=rates)
+    cluster = changed(machine(4, cores), intra_node=fast, host_rates={"draw": 3e4, "lay": 3e4})
     problem = problem_on(cluster, **workload)
     predicted, played = epochs_s(problem, strategy, 4)
     assert predicted == pytest.approx(played, rel=0.06)
@@ -511,8 +469,7 @@ def test_a_plan_names_cores_that_messages_keep_busy(one_machine, said):
     link = Link(bandwidth=1e9, latency=1e-6, core_s_per_byte=3e-9)
     cluster = machine(4, 1, servers=2, one_machine=one_machine)
     cluster = changed(cluster, intra_node=link, inter_node=link)
-    problem = problem_on(cluster, hidden=16)
-    [line] = tightest(evaluate(problem, parse("graph_parallel")))
+    [line] = tightest(evaluate(problem_on(cluster, hidden=16), parse("graph_parallel")))
     assert re.search(said, line)
 
 

@@ -1,5 +1,5 @@
-"""What torchrun's `--max-restarts` starts anew goes on with its own run, and leaves others alone; how
-runs of torchrun and launchers end."""
+"""Launch files for torchrun, Slurm and Kubernetes: what they hold, and that they train and resume. How
+launchers and runs of torchrun end, and what a killed process leaves."""
 
 import json
 import os
@@ -15,104 +15,17 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from calls import call, ended_well, free_port, planned, rows_of
+from calls import call, ended_well, free_port, planned
 
 from gnnplan.api.running import Run
 from gnnplan.cli.files import FILES
 from gnnplan.executor.emit.launch import Launch, kubernetes, slurm, torchrun
 from gnnplan.executor.launch.launcher import scratch, unwound_by_signals
-from gnnplan.executor.launch.run_request import last_of, must_be_new
-from gnnplan.planner.decision.plan import chosen, question, read
+from gnnplan.planner.decision.plan import read
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.simulator.replay import replay
 
 GRAPH = "synthetic:community?vertices=300&edges=2400&features=8&classes=4&seed=0"
-
-
-@pytest.fixture
-def plans(tmp_path):
-    """Two of one training: they go on from each other's checkpoints where a user asks for it."""
-    made = {"one.json": "graph_parallel", "other.json": "granndis"}
-    return [
-        planned(tmp_path / name, "--graph", GRAPH, f"--hidden 8 --ranks 1 --strategy {strategy}")
-        for name, strategy in made.items()
-    ]
-
-
-@pytest.fixture
-def attempt(tmp_path, fork_server):
-    """Be an attempt of a rank that torchrun started; returns its exit code, and what it said."""
-
-    def run(restarts: int, *arguments: str) -> tuple[int, str]:
-        env = {
-            "RANK": "0",
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "29500",  # one rank meets nobody there
-            "TORCHELASTIC_RESTART_COUNT": str(restarts),
-            "CUDA_VISIBLE_DEVICES": "",
-        }
-        words = ["-m", "gnnplan", "run", *arguments]
-        (ended,) = fork_server.run([(words, env)], tmp_path)
-        return ended.code, ended.stderr
-
-    return run
-
-
-def files(out: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in out.rglob("*") if path.is_file()}
-
-
-def test_a_restart_goes_on_with_its_own_run_alone(plans, attempt, tmp_path):
-    """The other plan's first attempt was refused, and its second took this one's weights."""
-    one, other = map(str, plans)
-    out = tmp_path / "run"
-    words = ["--out", str(out), "--epochs", "4", "--checkpoint-every", "2"]
-    assert attempt(0, one, *words)[0] == 0
-    there = files(out)
-    for restarts in (0, 1):
-        code, said = attempt(restarts, other, *words)
-        assert (code, files(out)) == (2, there) and "holds a run already" in said
-    # as if it had been lost after its checkpoint of epoch 2
-    (out / "weights.safetensors").unlink()
-    (out / "rank0.json").unlink()
-    (out / "checkpoints" / "epoch4.rank0.safetensors").unlink()
-    assert attempt(1, one, *words)[0] == 0
-    rows = rows_of(out)
-    assert [row["epoch"] for row in rows] == [1, 2, 3, 4]
-    assert files(out)[str(out / "weights.safetensors")] == there[str(out / "weights.safetensors")]
-
-
-def test_a_restarted_resume_without_a_checkpoint_deletes_nothing(plans, attempt, tmp_path):
-    """A disk that was away for a moment cost all epochs: the restart began from the first."""
-    out = tmp_path / "run"
-    words = ["--epochs", "4", "--checkpoint-every", "2"]
-    assert attempt(0, str(plans[0]), "--out", str(out), *words)[0] == 0
-    for path in (out / "checkpoints").iterdir():
-        os.truncate(path, 8)
-    there = files(out)
-    for restarts in (0, 1):
-        code, said = attempt(restarts, "--resume", str(out), "--epochs", "6")
-        assert (code, files(out)) == (2, there) and "has no checkpoint that all ranks" in said
-
-
-def test_checkpoints_alone_are_a_run(tmp_path):
-    """Of a server without rank 0. A new run kept these, which are later, and deleted its own."""
-    (tmp_path / "checkpoints").mkdir()
-    with pytest.raises(SpecError, match="holds a run already"):
-        must_be_new(tmp_path)
-
-
-def test_a_plan_that_has_nothing_takes_over_all(plans, attempt, tmp_path):
-    one, other = plans
-    out = tmp_path / "run"
-    words = ["--out", str(out), "--epochs", "4", "--checkpoint-every", "2"]
-    assert attempt(0, str(one), *words)[0] == 0
-    for plan, of_another in ((one, False), (other, True)):
-        document = read(plan)
-        last, before = last_of(out, question(document), chosen(document))
-        assert last == 4 and (before is not None) == of_another
 
 
 @contextmanager
@@ -394,8 +307,7 @@ def test_a_launch_file_resumes_a_run(plan, tmp_path, target):
     env |= {"JOB_COMPLETION_INDEX": "0"}
 
     def started(*options: str) -> str:
-        run = ["bash", *words, *options]
-        return ended_well(*run, env=env).stdout
+        return ended_well("bash", *words, *options, env=env).stdout
 
     out = "/runs/" if target == "kubernetes" else " runs/"
     assert f"--out {out.strip()}" in started("--epochs", "9")
