@@ -70,6 +70,12 @@ def graph_of(vertices: int, edges: list[tuple[int, int]], directed: bool = False
     return replace(like, stats=stats, indptr=indptr, indices=indices, **arrays)
 
 
+def edges_of(graph: Graph) -> set[tuple[int, int]]:
+    """From whom to whom."""
+    readers = np.repeat(np.arange(graph.stats.vertices), graph.degree)
+    return set(zip(graph.indices.tolist(), readers.tolist(), strict=True))
+
+
 def epochs_s(problem: Problem, text: str, epochs: int) -> tuple[float, float]:
     """An epoch as predicted, and as so many are played."""
     strategy = parse(text).settle(problem)

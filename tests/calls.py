@@ -115,14 +115,6 @@ def rows_of(out: Path) -> list[dict[str, Any]]:
 WITHIN = 30  # [s] all processes must have ended after a rank is lost
 
 
-class Hang(AssertionError):
-    """A run does not end."""
-
-
-class Orphans(AssertionError):
-    """A run has ended, and processes of it have not."""
-
-
 def marked(mark: str) -> dict[int, dict[str, str]]:
     """Environment of every process that has this in it, by its id; zombies have ended."""
     found = {}
@@ -166,15 +158,14 @@ class Started:
             time.sleep(0.05)
 
     def ended(self, within: float = WITHIN) -> int:
-        """The exit code, once no process is left. Raises Hang, Orphans."""
+        """The exit code, once no process is left."""
         end = time.monotonic() + within
         try:
             code = self.process.wait(within)
         except subprocess.TimeoutExpired:
-            raise Hang(f"runs after {within:g} s\n{self.stderr}") from None
+            raise AssertionError(f"runs after {within:g} s\n{self.stderr}") from None
         while left := self.alive():
-            if time.monotonic() > end:
-                raise Orphans(f"left behind: {list(left)}\n{self.stderr}")
+            assert time.monotonic() <= end, f"left behind: {list(left)}\n{self.stderr}"
             time.sleep(0.05)
         return code
 
@@ -249,5 +240,4 @@ def starting(folder: Path) -> Iterator[Start]:
                 os.kill(pid, signal.SIGKILL)
         for started in begun:
             started.process.wait(10)
-    if left:
-        raise Orphans(f"processes were left behind: {left}")
+    assert not left, f"processes were left behind: {left}"

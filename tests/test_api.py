@@ -360,6 +360,13 @@ def test_graphs_in_memory_are_planned_and_kept_by_content(own_cache):
     assert sorted((own_cache / "graphs").iterdir()) == before
 
 
+def test_python_says_what_was_done_with_a_graph():
+    """gnnplan.plan was silent where the command line said that a graph was made undirected."""
+    edges = np.array([[0, 1, 2, 2], [1, 2, 0, 2]])
+    plan = gnnplan.plan(edges, "dgx_a100", task="none", features=4, ranks=1)
+    assert "dropped 1 self-loop" in plan.notes and "note: made undirected: 3 -> 6" in str(plan)
+
+
 @pytest.mark.processes
 def test_from_an_object_in_memory_to_a_validated_run(run, tmp_path):
     assert len(run.metrics) == run.document["epochs"] == 6 and run.weights.is_file()

@@ -9,16 +9,20 @@ import signal
 import subprocess
 import sys
 import time
+from collections import namedtuple
 from pathlib import Path
 
 import pytest
 from calls import call, everything, planned
 from nightly import NIGHT, at_night
 
+from gnnplan.executor.launch.failure import Failure, account, blame
+from gnnplan.executor.ranks.activity import Activity
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.testing.fixtures import fork_server as fork_server
 
 GRAPH = "synthetic:community?vertices=200&edges=1600&features=8&classes=4&seed=0"
+MINI = "--mode mini --batch 64 --fanout 3,3 --layers 2"
 FOREVER = 1_000_000  # epochs
 
 in_proc = "finds ranks by their environment in /proc"
@@ -68,8 +72,7 @@ def test_ranks_that_all_stop_end_the_run(tmp_path, start):
 @pytest.mark.parametrize("strategy", ["p3(pipelined=True,prefetch=2)", "gsplit(prefetch=3)"])
 def test_samplers_that_all_stop_end_the_run(tmp_path, start, strategy):
     """A pipelined P3's were waited for for ever, others' three times as long as allowed."""
-    mini = ["--mode", "mini", "--batch", "64", "--fanout", "3,3", "--layers", "2"]
-    planned = plan(tmp_path, 2, *mini, "--strategy", strategy)
+    planned = plan(tmp_path, 2, MINI, f"--strategy {strategy}")
     run = start(planned, "--epochs", str(FOREVER), "--timeout", "5", "--checkpoint-every", "0")
     run.until_training()
     ranks = {run.rank(rank) for rank in range(2)}
@@ -103,8 +106,7 @@ main()
     ],
 )
 def test_too_few_files_are_refused_before_ranks_start(tmp_path, fork_server, files, strategy):
-    mini = ["--mode", "mini", "--batch", "64", "--fanout", "3,3", "--layers", "2"]
-    planned = plan(tmp_path, 2, *mini, "--strategy", strategy)
+    planned = plan(tmp_path, 2, MINI, f"--strategy {strategy}")
     (tmp_path / "limited.py").write_text(LIMITED.format(files))
     words = [str(tmp_path / "limited.py"), "run", str(planned), "--epochs", "2"]
     (ended,) = fork_server.run([([*words, "--out", str(tmp_path / "out")], {})], tmp_path)
@@ -136,17 +138,10 @@ def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-class Gone:
-    """A failure as torch's launcher reports it."""
-
-    def __init__(self, exitcode: int, timestamp: int = 0) -> None:
-        self.exitcode, self.timestamp = exitcode, timestamp
+Gone = namedtuple("Gone", "exitcode timestamp")  # a failure as torch's launcher reports it
 
 
 def test_a_rank_that_the_kernel_killed_for_its_memory():
-    from gnnplan.executor.launch.failure import account, blame
-    from gnnplan.executor.ranks.activity import Activity
-
     told = account({"features": 3e6, "halo": 0.0, "activations": 12e6})
     gone, names = {0: Gone(75, 1), 1: Gone(-9, 2)}, ["rank 0 (server 0)", "rank 1 (server 0)"]
     error = blame(gone, [Activity(), Activity()], names, 3.0, "All ranks were stopped", told)
@@ -180,9 +175,6 @@ BLAME = """
 
 @pytest.mark.parametrize("row", BLAME.strip().splitlines())
 def test_the_blame(row):
-    from gnnplan.executor.launch.failure import Failure, blame
-    from gnnplan.executor.ranks.activity import Activity
-
     told, words = row.split(" -> ")
     failures, records = {}, []
     for rank, part in enumerate(told.split("; ")):

@@ -156,18 +156,6 @@ ENDINGS |= {"launcher SIGKILL": (-signal.SIGKILL,), "no metrics": (2,), "no file
 ENDINGS |= {"full disk": (2,)}
 
 
-class Untold(AssertionError):
-    """The error does not say what has happened."""
-
-
-class LostEpochs(AssertionError):
-    """Finished epochs are lost."""
-
-
-class Unequal(AssertionError):
-    """The training is not the unbroken one."""
-
-
 class Fault(NamedTuple):
     kind: str  # a signal to the rank, 'launcher SIGxxx', or what PATCH calls it
     phase: str
@@ -178,7 +166,7 @@ class Fault(NamedTuple):
         return self.kind == "SIGSTOP and SIGCONT"
 
     def told(self, stderr: str, rank: int, where: str) -> None:
-        """The error names rank, server and where it was, or file and remedy. Raises Untold."""
+        """The error names rank, server and where it was, or file and remedy."""
         inside = re.escape(where) if where else "start"
         who = rf"rank {rank} \(server \d\)"
         lost = rf"{who} was lost in .*{inside}.*: "
@@ -210,8 +198,7 @@ class Fault(NamedTuple):
                 r"note: \d+ finished epochs are in .*; go on from epoch \d",
             ),
         }.get(self.kind, "")
-        if not re.search(how, stderr):
-            raise Untold(f"{self} of rank {rank} in {where!r}: {how}\n{stderr}")
+        assert re.search(how, stderr), f"{self} of rank {rank} in {where!r}: {how}\n{stderr}"
 
 
 def planned(case: Case, folder: Path) -> Path:
@@ -236,7 +223,7 @@ def train_through(
     out: Path | None = None,
 ) -> None:
     """Train, hit by these faults one after the other, as `unbroken` was trained; `more` are options
-    of the run. Raises Hang, Orphans, Untold, LostEpochs, Unequal."""
+    of the run."""
     orders = folder / "faults"
     orders.mkdir()
     (folder / "sitecustomize.py").write_text(PATCH)
@@ -261,8 +248,8 @@ def train_through(
     while (code := run.ended(PATIENCE)) != 0:
         done = len(list(orders.glob("*.done")))
         endings = [ENDINGS.get(fault.kind, ()) for fault in faults[seen:done]]
-        if not any(code in codes for codes in endings):
-            raise Untold(f"exit code {code} after {faults[seen:done]}\n{run.stderr}")
+        expected = any(code in codes for codes in endings)
+        assert expected, f"exit code {code} after {faults[seen:done]}\n{run.stderr}"
         undo(run.out)
         seen, past = done, past + run.stderr
         run = start(None, *more, resume=run.out, **env)
@@ -299,37 +286,31 @@ def check(
 ) -> None:
     """All faults have happened and were told, and the training is the unbroken one."""
     done = [path.with_suffix(".done") for path in sorted(orders.glob("*.json"))]
-    if missing := [
-        str(fault) for fault, path in zip(faults, done, strict=True) if not path.exists()
-    ]:
-        raise Untold(f"{missing} did not happen\n{told}")
+    missing = [fault for fault, path in zip(faults, done, strict=True) if not path.exists()]
+    assert not missing, f"{missing} did not happen\n{told}"
     for place, (fault, path) in enumerate(zip(faults, done, strict=True)):
         fault.told(told, place % 2, path.read_text())
-    if "Traceback (most recent call last)" in told:
-        raise Untold(f"a traceback\n{told}")
+    assert "Traceback (most recent call last)" not in told, told
     nothing_lost(told, any(fault.kind == "cut checkpoint" for fault in faults))
-    if left := [path for glob in ("activity*", ".*") for path in run.out.glob(glob)]:
-        raise Untold(f"files are left: {left}\n{told}")
-    if [row["epoch"] for row in result.metrics] != list(range(1, epochs_of(len(faults)) + 1)):
-        raise LostEpochs(f"epochs of {case}: {[row['epoch'] for row in result.metrics]}\n{told}")
-    weights = unbroken.weights
-    if not (
-        result.weights.keys() == weights.keys()
-        and all(torch.equal(result.weights[name], p) for name, p in weights.items())
-        and result.losses == unbroken.losses
-        and all(result.rank(rank)["bytes"] == unbroken.rank(rank)["bytes"] for rank in range(2))
-    ):
-        raise Unequal(f"{case}\n{told}")
+    left = [path for glob in ("activity*", ".*") for path in run.out.glob(glob)]
+    assert not left, f"files are left: {left}\n{told}"
+    epochs = [row["epoch"] for row in result.metrics]
+    assert epochs == list(range(1, epochs_of(len(faults)) + 1)), f"{case}: {epochs}\n{told}"
+    apart, weights = f"{case} is not the unbroken training\n{told}", unbroken.weights
+    assert result.weights.keys() == weights.keys(), apart
+    assert all(torch.equal(result.weights[name], p) for name, p in weights.items()), apart
+    assert result.losses == unbroken.losses, apart
+    for rank in range(2):
+        assert result.rank(rank)["bytes"] == unbroken.rank(rank)["bytes"], apart
 
 
 def nothing_lost(told: str, is_cut: bool) -> None:
-    """Every checkpoint is there, but one being written. Raises LostEpochs. is_cut: one was cut."""
+    """Every checkpoint is there, but one being written. is_cut: one was cut."""
     ends = re.findall(
         r"(\d+) finished epochs are in \S+?(?:; go on from epoch (\d+) with|\n)", told
     )
     lasts = [int(last or 0) for _, last in ends]
     for finished, last in zip((int(finished) for finished, _ in ends), lasts, strict=True):
-        if last < (finished - 1) // EVERY * EVERY - EVERY:
-            raise LostEpochs(f"{finished} epochs are finished, and {last} are kept\n{told}")
-    if not is_cut and lasts != sorted(lasts):
-        raise LostEpochs(f"kept: {lasts}\n{told}")
+        least = (finished - 1) // EVERY * EVERY - EVERY
+        assert last >= least, f"{finished} epochs are finished, and {last} are kept\n{told}"
+    assert is_cut or lasts == sorted(lasts), f"kept: {lasts}\n{told}"

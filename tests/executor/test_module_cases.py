@@ -13,7 +13,6 @@ from nightly import every
 from torch import nn
 from written import quiet
 
-import gnnplan
 from gnnplan.executor.modules.bind import GraphFields, Small
 from gnnplan.executor.modules.prove import prove
 from gnnplan.executor.modules.read import UserModule, optional, read, read_again, with_user_model
@@ -345,13 +344,6 @@ def test_a_field_that_forward_could_do_without_is_said_once(tmp_path, reads, not
     assert [note.startswith(told) for note in found] == [True] * notes
 
 
-def test_python_says_what_was_done_with_a_graph(tmp_path):
-    """gnnplan.plan was silent where the command line said that a graph was made undirected."""
-    edges = np.array([[0, 1, 2, 2], [1, 2, 0, 2]])
-    plan = gnnplan.plan(edges, "dgx_a100", task="none", features=4, ranks=1)
-    assert "dropped 1 self-loop" in plan.notes and "note: made undirected: 3 -> 6" in str(plan)
-
-
 def test_a_convolution_per_kind_of_edges_is_told_of_many_kinds(tmp_path):
     """It was refused in words of sizes."""
     body = "h = self.a(x, edge_index)\nfor kind in range(90):\n    some = edge_index[:, edge_type == kind]\n"
@@ -477,6 +469,18 @@ def test_parameters_are_known_by_the_words_of_their_names(tmp_path):
         read(model, Workload(), PLAIN)
 
 
+OTHERS = np.arange(1, 97, dtype=np.int32)  # all read the first, which reads them
+STAR = CsrEdges(np.append(0, 96 + np.arange(97)), np.append(OTHERS, np.zeros_like(OTHERS)))
+
+
+def must_be_proved_on_a_star(model: str) -> None:
+    user = read(model, Workload(dtype="float64"), PLAIN)
+    small = Small(97, user.module, PLAIN)
+    small.whole = STAR
+    assert user.pieces
+    prove(user.module, user.pieces, small)
+
+
 def test_what_clamps_make_equal_on_small_graphs_is_the_whole_graphs(tmp_path):
     """Neighbours on other ranks weighed as if they had few edges, a rank's largest number was taken
     for that of all, its positions for ids, and edges that a mask leaves out for edges: trained
@@ -497,12 +501,7 @@ learned = F.embedding(degrees.clamp(max=7), self.first.weight)[src, :1] * (src <
 h = h + torch.zeros_like(h).index_add(0, dst, learned * h[src])
 return self.c(torch.tanh(h), edge_index[:, ~(degrees > 20)[src]])
 """
-    user = read(written(tmp_path, body), Workload(dtype="float64"), PLAIN)
-    small, others = Small(97, user.module, PLAIN), np.arange(1, 97, dtype=np.int32)
-    indptr = np.append(0, 96 + np.arange(97))  # all others read the first, which reads them
-    small.whole = CsrEdges(indptr, np.concatenate([others, np.zeros_like(others)]))
-    assert user.pieces
-    prove(user.module, user.pieces, small)
+    must_be_proved_on_a_star(written(tmp_path, body))
 
 
 def test_edges_that_a_mask_leaves_out_on_larger_graphs_alone_are_known_or_refused(tmp_path):
@@ -510,23 +509,15 @@ def test_edges_that_a_mask_leaves_out_on_larger_graphs_alone_are_known_or_refuse
     chosen = "edge_index[:, {}]\nreturn self.c(self.a(x, edge_index).tanh(), chosen)"
     by_degree = "few = torch.bincount(edge_index[1], minlength=len(x)) < 50\nchosen = "
     asked(tmp_path, by_degree + chosen.format("few[edge_index[0]]"))
-    others = np.arange(1, 97, dtype=np.int32)
-    star = CsrEdges(np.append(0, 96 + np.arange(97)), np.append(others, np.zeros_like(others)))
-    double = read(f"{tmp_path / 'model.py'}:Net", Workload(dtype="float64"), PLAIN)
-    assert double.module and double.pieces
-    small = Small(97, double.module, PLAIN)
-    small.whole = star
-    prove(double.module, double.pieces, small)
-    by_weight = "chosen = " + chosen.format("edge_weight < 99")
-    pieces = asked(
-        tmp_path, by_weight, "x, edge_index, edge_weight", graph_with("edge_weight")
-    ).pieces
+    must_be_proved_on_a_star(f"{tmp_path / 'model.py'}:Net")
+    by_weight, given = "chosen = " + chosen.format("edge_weight < 99"), "x, edge_index, edge_weight"
+    pieces = asked(tmp_path, by_weight, given, graph_with("edge_weight")).pieces
     assert pieces
-    weights = np.ones(len(star.indices), dtype=np.float32)
-    pieces.structure.must_answer_alike(replace(star, fields={"edge_weight": weights}), {})
+    weights = np.ones(len(STAR.indices), dtype=np.float32)
+    pieces.structure.must_answer_alike(replace(STAR, fields={"edge_weight": weights}), {})
     weights[7] = 100
     with pytest.raises(Unfit, match="line 15: forward leaves out edges of this graph, and of the"):
-        pieces.structure.must_answer_alike(replace(star, fields={"edge_weight": weights}), {})
+        pieces.structure.must_answer_alike(replace(STAR, fields={"edge_weight": weights}), {})
 
 
 DGL = """

@@ -5,13 +5,13 @@ import json
 import shutil
 import sys
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from asked import edges_of
 from calls import call, ended_well, planned, raising
 from nightly import at_night
 
@@ -25,7 +25,7 @@ from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.partition import partition
 from gnnplan.planner.ownership.parts import write_parts
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import Strategy, parse
+from gnnplan.planner.strategies import parse
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.testing.ranks import Case
 
@@ -36,31 +36,22 @@ LINKS = {"intra_node": {"bandwidth": "2GB/s"}, "inter_node": {"bandwidth": "1GB/
 CLUSTER = Cluster.model_validate({"servers": 2, "gpus_per_server": 2, "device": DEVICE, **LINKS})
 
 
-@dataclass(frozen=True)
-class Asked:
-    problem: Problem
-    strategy: Strategy
-    graph: Graph
-
-    @property
-    def gpu(self) -> np.ndarray:
-        """The GPU of the rank that owns each vertex [N]."""
-        return np.array(PLACEMENT)[partition(self.graph, 4)]
-
-    @property
-    def edges(self) -> set[tuple[int, int]]:
-        dst = np.repeat(np.arange(self.graph.stats.vertices), np.diff(self.graph.indptr))
-        return set(zip(self.graph.indices.tolist(), dst.tolist(), strict=True))
+PARALLEL = parse("graph_parallel")
 
 
 @pytest.fixture
-def asked():
+def problem():
     graph = load(GRAPH)
     workload = Workload(model="gcn", layers=2, hidden=8)
     problem = Problem(graph.stats, graph, workload, CLUSTER, "metis", placement=PLACEMENT)
     with warnings.catch_warnings():  # of the libraries
         warnings.simplefilter("ignore")
-        yield Asked(problem, parse("graph_parallel"), graph)
+        yield problem
+
+
+def gpus(problem: Problem) -> np.ndarray:
+    """The GPU of the rank that owns each vertex [N]."""
+    return np.array(PLACEMENT)[partition(problem.graph, 4)]
 
 
 def needed(name: str) -> ModuleType:
@@ -70,49 +61,51 @@ def needed(name: str) -> ModuleType:
         pytest.skip(str(error))
 
 
-def test_dgl_reads_a_part_per_server_and_a_trainer_per_rank(asked, tmp_path):
+def test_dgl_reads_a_part_per_server_and_a_trainer_per_rank(problem, tmp_path):
     dgl = needed("dgl")
-    assert partitions.distdgl(asked.problem, asked.strategy, tmp_path / "parts") is None
+    assert partitions.distdgl(problem, PARALLEL, tmp_path / "parts") is None
     parts = [
         dgl.distributed.load_partition(str(tmp_path / "parts" / "graph.json"), server)
         for server in range(2)
     ]
     orig = np.concatenate([rows["_N/orig_id"].numpy() for _, rows, *_ in parts])  # by DGL's ids
     found = np.concatenate([rows["_N/trainer_id"].numpy() for _, rows, *_ in parts])
-    assert np.array_equal(found, asked.gpu[orig])
+    assert np.array_equal(found, gpus(problem)[orig])
     edges: set[tuple[int, int]] = set()
     for server, (part, rows, _, book, *_) in enumerate(parts):
         inner = part.ndata["_ID"][part.ndata["inner_node"].bool()]
-        assert (asked.gpu[orig[inner]] // 2 == server).all()
+        assert (gpus(problem)[orig[inner]] // 2 == server).all()
         assert (book.nid2partid(inner) == server).all()
-        graph = asked.graph
+        graph = problem.graph
         for name, whole in {"feat": graph.x, "label": graph.y, "train_mask": graph.train}.items():
             assert np.array_equal(rows[f"_N/{name}"].numpy(), np.asarray(whole)[orig[inner]])
         own = part.edata["inner_edge"].bool()
         src, dst = (orig[part.ndata["_ID"][end[own]]].tolist() for end in part.edges())
         edges |= set(zip(src, dst, strict=True))
-    assert edges == asked.edges
+    assert edges == edges_of(problem.graph)
 
 
-def test_pyg_reads_a_part_per_rank(asked, tmp_path):
+def test_pyg_reads_a_part_per_rank(problem, tmp_path):
     distributed = needed("torch_geometric.distributed")
     folder = tmp_path / "parts"
-    assert partitions.pyg(asked.problem, asked.strategy, folder) is None
+    assert partitions.pyg(problem, PARALLEL, folder) is None
     edges: list[tuple[int, int]] = []
     for part in range(4):
         store = distributed.LocalGraphStore.from_partition(str(folder), part)
         rows = distributed.LocalFeatureStore.from_partition(str(folder), part)
-        assert np.array_equal(store.node_pb.numpy(), asked.gpu)
+        assert np.array_equal(store.node_pb.numpy(), gpus(problem))
         ids = rows.get_global_id(group_name=None).numpy()
-        assert sorted(ids) == np.flatnonzero(asked.gpu == part).tolist()
+        assert sorted(ids) == np.flatnonzero(gpus(problem) == part).tolist()
         x = rows.get_tensor(group_name=None, attr_name="x").numpy()
-        assert np.array_equal(x, asked.graph.x[ids])
+        assert np.array_equal(x, problem.graph.x[ids])
         src, dst = store.get_edge_index(edge_type=None, layout="coo")
-        assert (asked.gpu[dst.numpy()] == part).all()
+        assert (gpus(problem)[dst.numpy()] == part).all()
         edges += zip(src.tolist(), dst.tolist(), strict=True)
-    assert len(edges) == len(set(edges)) and set(edges) == asked.edges
-    assert np.array_equal(torch.load(folder / "label.pt").numpy(), asked.graph.y)
-    assert np.array_equal(torch.load(folder / "split.pt")["train_mask"].numpy(), asked.graph.train)
+    assert len(edges) == len(set(edges)) and set(edges) == edges_of(problem.graph)
+    assert np.array_equal(torch.load(folder / "label.pt").numpy(), problem.graph.y)
+    assert np.array_equal(
+        torch.load(folder / "split.pt")["train_mask"].numpy(), problem.graph.train
+    )
 
 
 @pytest.mark.processes
@@ -120,60 +113,60 @@ def test_pyg_reads_a_part_per_rank(asked, tmp_path):
     ("name", "library"),
     [at_night("distdgl", "dgl"), ("pyg", "torch_geometric")],
 )
-def test_parts_of_others_are_read_again(asked, tmp_path, name, library):
+def test_parts_of_others_are_read_again(problem, tmp_path, name, library):
     """The graph that was written, cut as it was; and so it can become a folder of our parts."""
     needed(library)
     folder = tmp_path / "parts"
-    getattr(partitions, name)(asked.problem, asked.strategy, folder)
-    found, graph = load(str(folder)), asked.graph
+    getattr(partitions, name)(problem, PARALLEL, folder)
+    found, graph = load(str(folder)), problem.graph
     assert isinstance(found, Graph) and found.cut is not None
     assert found.stats.hash == graph.stats.hash
     assert not [note for note in found.stats.notes if "ignored" in note]  # they are all our own
     for array in ("indptr", "indices", "x", "y", "train", "val", "test"):
         assert np.array_equal(getattr(found, array), getattr(graph, array)), array
-    assert np.array_equal(partition(found, 4), asked.gpu)
+    assert np.array_equal(partition(found, 4), gpus(problem))
     write_parts(found, found.cut.owner, "metis", 0, tmp_path / "ours")
     ours = load(str(tmp_path / "ours"))
-    assert isinstance(ours, Graph) and np.array_equal(partition(ours, 4), asked.gpu)
+    assert isinstance(ours, Graph) and np.array_equal(partition(ours, 4), gpus(problem))
     part = {"distdgl": "part1/graph.dgl", "pyg": "part_1/graph.pt"}[name]
     (folder / part).unlink()
     with pytest.raises(SpecError, match=part):
         load(str(folder))
 
 
-def test_what_fails_leaves_nothing(asked, tmp_path, monkeypatch):
+def test_what_fails_leaves_nothing(problem, tmp_path, monkeypatch):
     """And names the extra that is missing."""
     needed("torch_geometric")
     (tmp_path / "there").mkdir()
     with pytest.raises(SpecError, match="already there"):
-        partitions.pyg(asked.problem, asked.strategy, tmp_path / "there")
+        partitions.pyg(problem, PARALLEL, tmp_path / "there")
     # as torch says that the disk is full
     full = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 832 vs 726")
     monkeypatch.setattr(torch, "save", raising(full))
     with pytest.raises(RuntimeError):
-        partitions.pyg(asked.problem, asked.strategy, tmp_path / "parts")
+        partitions.pyg(problem, PARALLEL, tmp_path / "parts")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
     with pytest.raises(SpecError, match=r"cannot be written \(No space left on device\); free the"):
-        partitions.pyg(asked.problem, asked.strategy, tmp_path / "parts")
+        partitions.pyg(problem, PARALLEL, tmp_path / "parts")
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
     monkeypatch.setitem(sys.modules, "torch_geometric.data", None)
     with pytest.raises(SpecError, match=r"pip install 'gnnplan\[pyg\]'"):
-        partitions.pyg(asked.problem, asked.strategy, tmp_path / "parts")
+        partitions.pyg(problem, PARALLEL, tmp_path / "parts")
 
 
-def test_a_library_that_partitions_by_itself_is_refused(asked, tmp_path, monkeypatch):
+def test_a_library_that_partitions_by_itself_is_refused(problem, tmp_path, monkeypatch):
     """A later version might not ask for the assignment where we give ours."""
     monkeypatch.setattr(needed("dgl").distributed, "partition_graph", lambda *_, **__: None)
     with pytest.raises(SpecError, match="this version of dgl partitions graphs in another way"):
-        partitions.distdgl(asked.problem, asked.strategy, tmp_path / "parts")
+        partitions.distdgl(problem, PARALLEL, tmp_path / "parts")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_strategy_that_owns_no_vertices_says_so(asked):
-    assigned, told = partitions.assignment(asked.problem, parse("gnnpipe(stages=4)"))
-    assert np.array_equal(assigned, asked.gpu)
+def test_a_strategy_that_owns_no_vertices_says_so(problem):
+    assigned, told = partitions.assignment(problem, parse("gnnpipe(stages=4)"))
+    assert np.array_equal(assigned, gpus(problem))
     assert told and "gnnpipe gives no rank vertices of its own" in told
-    assigned, told = partitions.assignment(asked.problem, parse("granndis").settle(asked.problem))
+    assigned, told = partitions.assignment(problem, parse("granndis").settle(problem))
     assert told is None and len(np.unique(assigned)) == 4
 
 

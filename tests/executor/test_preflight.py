@@ -101,6 +101,7 @@ def device(d: dict[str, Any], name: str) -> None:
 
 
 FEW = ProcessRoom(15, "ulimit -u is 20", "allow more processes")
+SIXTEEN = FEW._replace(left=16)
 FULL = SimpleNamespace(free=10**4)
 FREE = "free the disk, give another --out, or train with --checkpoint-every 0"
 FACES = "set GLOO_SOCKET_IFNAME to one of these"
@@ -126,12 +127,7 @@ CASES: dict[str, tuple[str, Callable[[dict[str, Any], Patch], Any], str, str]] =
     "memory": ("memory", lambda d, m: lacking(m, "free_memory", 3e8), "stops", "enough for 1: st"),
     "files": ("open files", lambda d, m: few_files(m), "stops", "ulimit -n 4096"),
     "few": ("processes", lambda d, m: lacking(m, "process_room", FEW), "stops", "allow more"),
-    "enough": (
-        "processes",
-        lambda d, m: lacking(m, "process_room", FEW._replace(left=16)),
-        "ok",
-        "",
-    ),
+    "enough": ("processes", lambda d, m: lacking(m, "process_room", SIXTEEN), "ok", ""),
     "disk": ("disk", lambda d, m: m.setattr(shutil, "disk_usage", lambda _: FULL), "stops", FREE),
     "face": ("interface", lambda d, m: m.setenv("GLOO_SOCKET_IFNAME", "lo,eth77"), "stops", FACES),
     "loopback": ("interface", lambda d, m: m.setenv("GLOO_SOCKET_IFNAME", "lo"), "ok", ""),

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 import written
+from asked import edges_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nightly import examples
@@ -42,14 +43,6 @@ def save(tmp_path):
         return str(tmp_path / "small.npz")
 
     return write
-
-
-def edges_of(graph):
-    return {
-        (int(u), v)
-        for v in range(graph.stats.vertices)
-        for u in graph.indices[graph.indptr[v] : graph.indptr[v + 1]]
-    }
 
 
 def test_small_graph_becomes_undirected_without_loops(save):

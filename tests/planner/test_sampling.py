@@ -8,6 +8,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 import test_batchwise as laws
+from asked import edges_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nightly import at_night, examples
@@ -16,7 +17,6 @@ from test_batchwise import problem_of
 from gnnplan.planner.gnn.model import describe
 from gnnplan.planner.gnn.workload import ALL, Workload
 from gnnplan.planner.graph import sampling
-from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.sampling import (
     draw,
@@ -179,18 +179,12 @@ LARGE = load("synthetic:community?vertices=6000&edges=120000&features=8&classes=
 ONE_WAY = replace(LARGE, stats=replace(LARGE.stats, directed=True))
 
 
-def named(graph: Graph) -> set[tuple[int, int]]:
-    """Edges as (source, destination)."""
-    into = np.repeat(np.arange(graph.stats.vertices), graph.degree)
-    return set(zip(graph.indices.tolist(), into.tolist(), strict=True))
-
-
 @pytest.mark.parametrize("graph", [LARGE, ONE_WAY], ids=["undirected", "directed"])
 def test_an_edge_is_trained_on_or_held_out(graph):
     left = sampling.hold_out(graph)
-    edges = named(left)
+    edges = edges_of(left)
     val, test = (set(zip(*part.tolist(), strict=True)) for part in left.held_out)
-    assert edges | val | test == named(graph)
+    assert edges | val | test == edges_of(graph)
     assert len(edges) + len(val) + len(test) == graph.stats.edges
     assert left.stats.edges == len(edges) and left.stats.held_out == len(val) + len(test)
     for part in (val, test):
@@ -209,7 +203,9 @@ def test_negatives_are_any_vertices_and_belong_to_their_edge():
     assert np.array_equal(np.sort(np.concatenate(edges)), np.arange(LARGE.indices.size))
     pairs, half = (sampling.pairs_in(LARGE, w, ids, 2, 0) for ids in (edges[0], edges[0][2500:]))
     assert pairs.tails.shape == (5000, 4)
-    assert set(zip(pairs.heads.tolist(), pairs.tails[:, 0].tolist(), strict=True)) <= named(LARGE)
+    assert set(zip(pairs.heads.tolist(), pairs.tails[:, 0].tolist(), strict=True)) <= edges_of(
+        LARGE
+    )
     assert np.array_equal(half.tails, pairs.tails[2500:])
     assert np.array_equal(half.heads, pairs.heads[2500:])
     assert chisquare(np.bincount(pairs.tails[:, 1:].ravel() // 60, minlength=100)).pvalue > 1e-3

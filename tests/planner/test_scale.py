@@ -45,7 +45,6 @@ from gnnplan.planner.decision.sweep import (
 from gnnplan.planner.evidence.runs import objective_of
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.load import load
-from gnnplan.planner.ownership.estimated import expected_frontier
 from gnnplan.planner.problem.inputs import apply_overrides, read_cluster
 from gnnplan.planner.problem.problem import Problem, with_ranks
 from gnnplan.planner.strategies import parse
@@ -614,19 +613,3 @@ def test_no_more_than_a_server_where_one_gpu_takes_minutes(graph, cluster):
     alone = [row["training_s"] for row in plan.document["sizes"] if row["gpus"] == 1]
     if alone and min(alone) < 600:
         assert plan.best.gpus <= 8
-
-
-def test_a_graph_that_is_known_as_directed_says_so():
-    """Help says that graphs are made undirected, and of web graphs links are known one way only."""
-    told = load("uk-union").notes
-    assert any("with its edges' direction only (5,507,679,822)" in note for note in told)
-    assert len(load("uk-union", directed=True).notes) == len(load("reddit").notes) == 1
-
-
-def test_ogbn_papers100m_has_citations_both_ways():
-    """It was the directed graph, whose batches reach a sixth of the 671,260 rows of GraphBolt's."""
-    both, once = load("ogbn-papers100M"), load("ogbn-papers100M", directed=True)
-    assert both.edges == pytest.approx(2 * once.edges, rel=0.002) and once.directed
-    assert not both.directed and len(both.notes) == len(once.notes) == 1
-    rows = [expected_frontier(stats, 1024, (10, 10, 10)).rows[0] for stats in (both, once)]
-    assert rows[0] == pytest.approx(671e3, rel=0.05) and rows[1] < rows[0] / 6
