@@ -136,7 +136,8 @@ def explain(
         return Failure(SpecError.exit_code, limit, activity)
     if ran_out(error):
         message = f"memory ran out ({reason or type(error).__name__})"
-        message = "\n".join([message, account(predicted), found(rank), REMEDY])
+        told = [account(predicted)] if predicted else []
+        message = "\n".join([message, *told, found(rank), REMEDY])
         return Failure(LostRank.exit_code, message, activity)
     if (refused := refusal(error)) is not None:
         remedy = remedy_of(refused)

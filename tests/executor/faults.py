@@ -172,7 +172,7 @@ class Fault(NamedTuple):
         lost = rf"{who} was lost in .*{inside}.*: "
         killed = rf"{lost}killed by SIGKILL\. "
         raised = r"ZeroDivisionError: injected \(traceback in .*\.txt\)"
-        how = {
+        said = {
             **dict.fromkeys(("SIGKILL", "cut checkpoint", "no trace"), killed),
             "SIGTERM": rf"{lost}killed by SIGTERM\. ",
             "raises": rf"{lost}({raised}|exit code 1)\. ",
@@ -197,7 +197,8 @@ class Fault(NamedTuple):
                 ("launcher SIGINT", "launcher SIGTERM"),
                 r"note: \d+ finished epochs are in .*; go on from epoch \d",
             ),
-        }.get(self.kind, "")
+        }
+        how = said.get(self.kind, "")
         assert re.search(how, stderr), f"{self} of rank {rank} in {where!r}: {how}\n{stderr}"
 
 

@@ -170,6 +170,8 @@ def test_what_memory_that_ran_out_looks_like():
         torch.empty(1 << 60)
     assert ran_out(too_much.value) and ran_out(MemoryError()) and ran_out(OSError(errno.ENOMEM, ""))
     assert ran_out(torch.OutOfMemoryError())
+    # of a rank that starts the plan was said to predict 0 B
+    assert "predicts" not in explain(MemoryError(), "start").message
     assert not ran_out(RuntimeError("Connection closed by peer"))
     assert not ran_out(OSError(errno.ENOSPC, ""))
 
