@@ -139,7 +139,7 @@ def ours(problem: Problem, device: torch.device) -> Epoch:
     with patch.object(layout, "locality_order", lambda graph, _: np.arange(graph.stats.vertices)):
         worker = open_worker(rank, problem, strategy)
     learner = worker.open_learner()
-    steps, replay = itertools.count(), list[Replay[Tensor]]()
+    steps, replay = itertools.count(), list[Replay]()
 
     def enqueue(step: int) -> Tensor:
         learner.zero()
