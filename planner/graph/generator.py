@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from urllib.parse import unquote
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from gnnplan.planner.graph.data import MASKS, random_split
 from gnnplan.planner.graph.graph import AT_ONCE, Array, must_fit
@@ -37,6 +37,14 @@ class Sizes(Spec):
     noise: float = Field(1.0, ge=0, le=100)
     label_noise: float = Field(0.05, ge=0, le=1)
     train: float = Field(0.6, ge=0, le=1)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _has_no_underscore(cls, value: object) -> object:
+        """Refuse the text 6_0, which pydantic reads as 60."""
+        if "_" in str(value):
+            raise ValueError(f"must be a number in the digits 0 to 9, as 2, not {value!r:.80}")
+        return value
 
 
 class Community(Sizes):

@@ -416,6 +416,7 @@ def test_generated_graphs_have_the_edges_asked_for(vertices, density, classes, s
     "query, words",
     [
         ("vertices=ten", "vertices: must be a whole number, as 2, not 'ten'"),
+        ("vertices=6_0", "vertices: must be a number in the digits 0 to 9, as 2, not '6_0'"),
         ("vertices=1", "vertices: must be greater than or equal to 2, not 1"),
         ("vertexes=5", "vertexes: unknown field; did you mean vertices"),
         ("seed=1&seed=2", "given twice"),
