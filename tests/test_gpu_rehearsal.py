@@ -127,7 +127,7 @@ def test_a_stage_of_trainings_has_its_rows(stage, name, rows):
         whole(stage("references"))
         left |= documents(left["out"])[name]
     found = whole(left)
-    assert len(found) >= rows
+    assert len(found) >= rows, left["left_out"]
     for row in found:
         assert row.get("bytes_equal", True) and row.get("order_equal", True), row
         assert row.get("epoch_s", 1.0) > 0 and (not referred or row["losses_off"] == 0), row

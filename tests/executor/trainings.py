@@ -463,7 +463,8 @@ def shared_out(plans: str, trained: str, share: int) -> list[Setting]:
 def suits(setting: Setting) -> bool:
     """Whether the strategy has such a model, and such norms and types."""
     family = setting.strategy.partition("(")[0]
-    normed = "norm=batch" in setting.words and family in ("gnnpipe", "tensor3d")
+    trims = "trim=True" in setting.strategy
+    normed = "norm=batch" in setting.words and (trims or family in ("gnnpipe", "tensor3d"))
     rounded = "dtype=bfloat16" in setting.words and family in ("tensor3d", "offload", "p3")
     thin = setting.graph == "sparse" and family in ("tensor3d", "offload")
     return setting.model not in REFUSES.get(family, set()) and not (normed or rounded or thin)
