@@ -317,7 +317,18 @@ class Sampler:
             selection = Block(np.arange(drawn.reads.size + 1), index[drawn.reads], source.size)
             source = drawn.reads
             index[source] = np.arange(source.size, dtype=np.int32)
-        block = self._block(edges, drawn.rows, source, drawn.indptr, index[drawn.columns])
+        # not by `_block`, which would hold the drawn columns while the block is made
+        block = weighted_block(
+            self.graph,
+            edges,
+            drawn.rows,
+            source,
+            drawn.indptr,
+            index[drawn.columns],
+            self.workload,
+            self._degrees,
+            drawn=True,
+        )
         return Part(
             source, drawn.below.size, give, drawn.takes, drawn.exchanges_rows, block, selection
         )
