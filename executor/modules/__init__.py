@@ -12,6 +12,7 @@ Open
     evaluate.py       to run recorded calls on other rows
     structure.py      for values that follow from edges alone, on a part of the graph
     pieces.py         for the layers, as strategies call them
+    branches.py       for branches on the graph, which must be as they were recorded
     prove.py          for the proof that the layers compute what the module does, without state that
                       the module keeps between calls
 

@@ -25,7 +25,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-import torch.fx.experimental._config
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode
@@ -49,6 +48,7 @@ from gnnplan.executor.modules.record import (
     COUNTER,
     DROPOUTS,
     INNER,
+    Asked,
     Named,
     Node,
     Recorded,
@@ -57,7 +57,6 @@ from gnnplan.executor.modules.record import (
     edge_sets_of,
     is_sparse,
     is_the_users,
-    line_now,
     line_of,
     named_in,
     record,
@@ -79,7 +78,7 @@ def run_once(module: nn.Module, graph: GraphFields, dtype: torch.dtype = torch.f
 
 
 @contextmanager
-def _plainly() -> Iterator[None]:
+def plainly() -> Iterator[None]:
     """Let the user's code call torch in the way that is recorded, without warnings."""
     with (
         _one_product(),
@@ -94,7 +93,7 @@ def _plainly() -> Iterator[None]:
 def _guarded(small: Small, run: Callable[[], T]) -> T:
     """Run the user's code. Raises Unfit with its line instead of other errors."""
     try:
-        with _plainly():
+        with plainly():
             return run()
     except Unfit as unfit:
         raise Unfit(f"{line_of(unfit)}{unfit}") from None
@@ -314,7 +313,11 @@ Candidate = tuple[Tensor, Callable[[], Mapping[str, Tensor | None]]]
 
 def prove(module: nn.Module, pieces: Pieces, small: Small) -> None:
     """Raise Unfit if the pieces compute something else than the module. Both are in float64."""
-    pieces.structure.must_answer_alike(small.whole, small.fields)
+    asked: Unfit | None = None
+    try:
+        pieces.structure.must_answer_alike(small.whole, small.fields)
+    except Asked as error:  # Python may do the same with it
+        asked = error
 
     dropout_mode = partial(as_pieces_draw, pieces, small.whole, Drop(0.0, 7))
 
@@ -323,7 +326,10 @@ def prove(module: nn.Module, pieces: Pieces, small: Small) -> None:
         output = in_parts(replace(pieces, module=own), small, is_training)
         return output, lambda: gradients_of(own) | dict(own.named_buffers())
 
-    must_compute(module, small, dropout_mode, candidate, partial(_suspected, pieces, small))
+    try:
+        must_compute(module, small, dropout_mode, candidate, partial(_suspected, pieces, small))
+    except Unfit as error:
+        raise asked or error from None
 
 
 def _suspected(pieces: Pieces, small: Small, is_training: bool) -> str:
@@ -483,70 +489,6 @@ def must_compute(
             other = found.get(name)
             if other is not None and other.is_floating_point():
                 must_equal(buffer, other, f"buffer {name}", is_training)
-
-
-class _Calls(TorchFunctionMode):
-    """Notes the torch calls of a forward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: list[tuple[str, list[float]]] = []  # names, and numbers that are no sizes
-        self.lines: list[int] = []  # of the user's code
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        numbers = [each for each in (*args, *(kwargs or {}).values()) if isinstance(each, float)]
-        self.made.append((getattr(func, "__name__", ""), numbers))
-        self.lines.append(line_now())
-        return func(*args, **(kwargs or {}))
-
-
-def must_call_alike(
-    module: nn.Module, graph: GraphFields, dtype: torch.dtype, vertices: int, edges: int
-) -> None:
-    """Raise Unfit if `forward` makes other calls on a graph of so many vertices and edges.
-
-    A branch on these numbers is recorded as small graphs take it. `forward` runs on torch's device
-    meta, whose tensors have sizes and no numbers, as far as it can there: not with DGL's graphs,
-    and not beyond where it reads a number."""
-    binding, values = (small := Small(VERTICES[0], module, graph)).binding, small.given(dtype)
-    if not all(isinstance(v, Tensor) and v.layout == torch.strided for v in values.values()):
-        return
-    sizes = {"vertex": (0, vertices), "edge": (0, edges), "edge_index": (1, edges)}
-
-    def on_meta(name: str, value: Tensor, is_large: bool) -> Tensor:
-        dim, size = sizes[name.partition(" ")[0]] if is_large else (0, value.shape[0])
-        shape = [*value.shape[:dim], size, *value.shape[dim + 1 :]]
-        return torch.empty(shape, dtype=value.dtype, device="meta")
-
-    for is_training in (True, False):
-        few, many = _Calls(), _Calls()
-        for calls in (few, many):
-            own = copied(module).train(is_training).to("meta")
-            given = {name: on_meta(name, value, calls is many) for name, value in values.items()}
-            with (
-                torch.no_grad(),
-                _plainly(),
-                replaced(torch.fx.experimental._config, "meta_nonzero_assume_all_nonzero", True),
-                suppress(Exception),
-                torch.device("meta"),
-                calls,
-            ):
-                binding.call(own, given)
-        for here, there, line in zip(few.made, many.made, many.lines, strict=False):
-            if here != there:
-                raise Unfit(
-                    f"line {line}: forward calls {_told(there)} on {vertices:,} vertices, and"
-                    f" {_told(here)} on small graphs, where it was recorded; let it compute the"
-                    " same on any number of vertices"
-                )
-
-
-def _told(call: tuple[str, list[float]]) -> str:
-    """Return a call with its numbers."""
-    name, numbers = call
-    return f"{name}({', '.join(f'{number:g}' for number in numbers)})" if numbers else name
 
 
 def _place_of(error: BaseException) -> str:

@@ -37,6 +37,7 @@ from gnnplan.executor.modules.bind import (
     copied,
     field_of,
 )
+from gnnplan.executor.modules.branches import must_call_alike
 from gnnplan.executor.modules.convert import Parameters, converted
 from gnnplan.executor.modules.make import (
     PICKLED,
@@ -51,8 +52,8 @@ from gnnplan.executor.modules.make import (
     source_of,
 )
 from gnnplan.executor.modules.pieces import Pieces
-from gnnplan.executor.modules.prove import followed, must_call_alike, prove, run_once
-from gnnplan.executor.modules.record import Named, Unfit, words_of
+from gnnplan.executor.modules.prove import followed, prove, run_once
+from gnnplan.executor.modules.record import Asked, Named, Unfit, words_of
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.gnn.workload import Module, ModuleLayer, Workload
 from gnnplan.planner.graph.data import unread_by
@@ -107,22 +108,33 @@ def with_user_model(
     graph, dtype = GraphFields.of(problem), dtype_of(problem.workload.precision.weights)
     user = read(model, problem.workload, graph, folder)
     if user.module is not None:
-        with _told_of(user.description), redirect_stdout(sys.stderr):
-            must_call_alike(user.module, graph, dtype, problem.stats.vertices, problem.stats.edges)
-    if user.pieces and problem.graph is not None:
-        _as_read(problem.graph, user.description, user.pieces)
+        _as_read(problem, user.description, user.module, user.pieces, graph, dtype)
     given = list(given)
     workload = with_module(problem.workload, user, given, more)
     return replace(problem, workload=workload), _notes(user, problem, given)
 
 
-def _as_read(graph: Graph, module: Module, pieces: Pieces) -> Graph:
+def _as_read(
+    problem: Problem,
+    description: Module,
+    module: nn.Module,
+    pieces: Pieces | None,
+    fields: GraphFields,
+    dtype: torch.dtype,
+) -> Graph | None:
     """Return the graph that a module is given: with self-loops, if DGL convolutions need them.
 
-    Raises SpecError if `forward` reads other numbers from its edges than when recorded."""
-    graph = replace(graph, loops=True) if pieces.loops else graph
-    with _told_of(module):
-        pieces.structure.must_answer_alike(graph.csr_edges, graph.vertex_fields)
+    Raises SpecError if `forward` makes other calls on it than when recorded."""
+    graph, asked = problem.graph, None
+    with _told_of(description), redirect_stdout(sys.stderr):
+        if pieces and graph is not None:
+            graph = replace(graph, loops=True) if pieces.loops else graph
+            try:
+                pieces.structure.must_answer_alike(graph.csr_edges, graph.vertex_fields)
+            except Asked as error:
+                asked = error
+        sizes = problem.stats.vertices, problem.stats.edges
+        must_call_alike(module, fields, dtype, sizes, graph, asked)
     return graph
 
 
@@ -342,11 +354,7 @@ def _understood_again(workload: Workload, made: nn.Module) -> Parameters | Piece
     """Return what a plan's module is trained as. Raises SpecError if that is not as planned."""
     module = workload.own
     dtype = dtype_of(workload.precision.weights)
-    vertex, edge = (
-        {name: (sizes, kind, kinds) for name, sizes, kind, kinds in fields}
-        for fields in (module.vertex_fields, module.edge_fields)
-    )
-    graph = GraphFields(module.features, module.classes, module.directed, False, vertex, edge)
+    graph = _fields_of(module)
     try:
         materialise(made, graph, workload.seed)
         made = made.to(dtype)
@@ -364,6 +372,15 @@ def _understood_again(workload: Workload, made: nn.Module) -> Parameters | Piece
             f" {planned}; the module decides them, so plan again"
         )
     return pieces if module.cut else Parameters(made.state_dict(), chain.places)
+
+
+def _fields_of(module: Module) -> GraphFields:
+    """Return what a plan's module may know of a graph."""
+    vertex, edge = (
+        {name: (sizes, kind, kinds) for name, sizes, kind, kinds in fields}
+        for fields in (module.vertex_fields, module.edge_fields)
+    )
+    return GraphFields(module.features, module.classes, module.directed, False, vertex, edge)
 
 
 def _widths_of(layers: Sequence[ModuleLayer]) -> list[int]:
@@ -456,10 +473,12 @@ def optional(user: UserModule) -> list[str]:
 def with_structure(problem: Problem) -> Problem:
     """Return the problem, with self-loops if DGL convolutions need them, after computing what the
     module computes from the edges of the whole graph. Raises SpecError."""
-    graph, pieces = problem.graph, read_again(problem.workload)
-    if graph is None or not isinstance(pieces, Pieces):
+    pieces, module = read_again(problem.workload), problem.workload.own
+    if problem.graph is None or not isinstance(pieces, Pieces):
         return problem
-    graph = _as_read(graph, problem.workload.own, pieces)
+    dtype = pieces.structure.dtype
+    graph = _as_read(problem, module, pieces.module, pieces, _fields_of(module), dtype)
+    assert graph
     pieces.structure.on_whole(graph.csr_edges)
     return replace(problem, graph=graph) if pieces.loops else problem
 

@@ -84,6 +84,11 @@ class Unfit(Exception):
     """A part of a module that cannot be trained here; the text says which, and the remedy."""
 
 
+class Asked(Unfit):
+    """Python has asked for a number that is, or may be, another one on a graph. `forward` can be
+    trained there if it makes the same calls with it (branches.py)."""
+
+
 def _graph_method(name: str) -> Callable[..., Any]:
     def method(graph: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(graph, name)(*args, **kwargs)
@@ -349,7 +354,7 @@ class _Recorder(TorchFunctionMode):
         if name in UNRECORDED:
             return func(*args, **kwargs)
         if name in TO_PYTHON:
-            return self._answer(func, name, args)
+            return self._answer(self._argument(args[0]), name, lambda: func(*args))
         if name == "squeeze" and len(args) == 1 and not kwargs:  # a rank may have a single row
             args = args[0], tuple(dim for dim, size in enumerate(args[0].shape) if size == 1)
         if name in ("empty", "new_empty", "empty_like"):  # forward writes them before it reads them
@@ -375,6 +380,8 @@ class _Recorder(TorchFunctionMode):
             result = rows.mul_(1.0) if in_place else rows * 1.0
         else:
             result = func(*args, **kwargs)
+        if isinstance(result, (bool, int, float)) and _reads_numbers(func, args, kwargs):
+            return self._answer(node, name, lambda: result)  # as torch.equal does
         if before is not None and not torch.equal(before, torch.get_rng_state()):
             raise Unfit(
                 f"{node.place}{node.what} draws random numbers, which other ranks would draw"
@@ -388,16 +395,15 @@ class _Recorder(TorchFunctionMode):
             node.in_place = result is first and id(first) in self.node_by_id
         return self._record_result(node, result)
 
-    def _answer(self, func: Any, name: str, args: tuple[Any, ...]) -> Any:
-        """Return the numbers that Python asks of a tensor of edges, fields and constants alone.
+    def _answer(self, node: Any, name: str, ask: Callable[[], Any]) -> Any:
+        """Return the numbers that Python asks of a node of edges, fields and constants alone.
 
-        Raises Unfit if the tensor is computed from anything else."""
-        node = self._argument(args[0])
+        Raises Unfit if the node is computed from anything else."""
         sources = live_nodes([node]) if isinstance(node, Node) else []
         learned = any(each.tensor_names or each.name == "vertex x" for each in sources)
         of_graph = bool(sources) and not learned
         if of_graph and name not in ("tolist", "numpy"):
-            self.answers[node] = answer = func(*args)
+            self.answers[node] = answer = ask()
             return answer
         if of_graph and self.graph is not None:  # DGL sorts edges like this for a Python function
             raise _Unseen(self.path_stack[-1])
@@ -664,6 +670,17 @@ def loops_by(module: nn.Module, make: Callable[..., Any]) -> Iterator[None]:
         code.update({name: functions[each] for name, each in known.items()})
         stack.callback(code.update, known)
         yield
+
+
+def _reads_numbers(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a call that returns a number reads those of tensors, and not their types and sizes,
+    which tensors on the device meta have too."""
+    meta = tree_map(lambda v: v.to("meta") if isinstance(v, Tensor) else v, (args, kwargs))
+    try:
+        func(*meta[0], **meta[1])
+    except (RuntimeError, TypeError):  # NotImplementedError is a RuntimeError
+        return True
+    return False
 
 
 def _states_outside_torch() -> bytes:

@@ -64,9 +64,9 @@ def with_sizes(small: Recorded, large: Recorded) -> Recorded:
     known = {(small.vertices - less, large.vertices - less): (1, -less) for less in (0, 1)}
     pairs = zip([*small.answers.items()], large.answers.values(), strict=False)
     for (node, first), second in pairs:
-        if first != second and (first, second) not in known:
-            raise Unfit(f"{node.place}{NUMBERS_ASKED.format(node.what)}")
-        small.answers[node] = known.get((first, second), (0, first))
+        is_known = first == second or (first, second) in known
+        small.answers[node] = known.get((first, second), (0, first)) if is_known else None
+    unknown = (node for node, answer in small.answers.items() if answer is None)
     both = [live_nodes([recorded.output, *recorded.answers]) for recorded in (small, large)]
     inputs = zip(small.inputs.values(), large.inputs.values(), strict=True)
     twins = dict(inputs) | dict(zip(*both, strict=False))
@@ -75,6 +75,8 @@ def with_sizes(small: Recorded, large: Recorded) -> Recorded:
     assumed: dict[Hashable, Node] = {}
 
     def unequal(node: Node) -> Unfit:
+        if asked := next(unknown, None):
+            return Unfit(f"{asked.place}{NUMBERS_ASKED.format(asked.what)}")
         return Unfit(
             f"{node.place}{node.what} of a graph of {large.vertices:,} vertices is another call"
             f" than of one of {small.vertices}; let nothing depend on the size of the graph"

@@ -23,7 +23,9 @@ from gnnplan.executor.modules.evaluate import Place, Values, frees, keys, tensor
 from gnnplan.executor.modules.record import (
     EDGES_OF,
     INNER,
+    NUMBERS_ASKED,
     STRUCTURE,
+    Asked,
     Node,
     Recorded,
     Unfit,
@@ -233,7 +235,8 @@ class Structure:
         }
 
     def must_answer_alike(self, whole: CsrEdges, of_vertices: Mapping[str, np.ndarray]) -> None:
-        """Raise Unfit if `forward` reads another number from a graph than when recorded.
+        """Raise Asked if `forward` reads another number from a graph than when recorded, and Unfit
+        if edges that a mask chooses may then be mistaken for others.
 
         `forward` was recorded on graphs in which only the first vertex has no edges, and each value
         of a field occurs. of_vertices: the fields of vertices."""
@@ -244,7 +247,10 @@ class Structure:
             for node in live_nodes(self.answers)
             if is_rows(node)
         }
-        for node, found in self.values_on(whole, self.answers, rows).items():
+        values = self.values_on(whole, self.answers, rows)
+        for node, found in sorted(values.items(), key=lambda v: v[0].call is not left_none_out):
+            if self.answers[node] is None:
+                raise Asked(f"{node.place}{NUMBERS_ASKED.format(node.what)}")
             times, number = self.answers[node]
             expected = times * whole.vertices + number if times else number
             if found != expected and node.call is left_none_out:
@@ -255,9 +261,10 @@ class Structure:
                     " before, in the graph's file"
                 )
             if found != expected:
-                raise Unfit(
+                told = found.item() if isinstance(found, Tensor) else found
+                raise Asked(
                     f"{node.place}forward reads {node.what} of the edges or fields, which is"
-                    f" {found.item()} on this graph, but {expected} was expected, as on the graphs"
+                    f" {told} on this graph, but {expected} was expected, as on the graphs"
                     " that it was recorded on (only their first vertex has no edges, a field has"
                     " each value); use x.size(0) for the number of vertices, and do not branch"
                 )

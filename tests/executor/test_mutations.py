@@ -186,6 +186,7 @@ IN_FORWARD = r"""
     rows one above the other | line 1: cat makes \[159, 8\] of the rows of all 53 vertices | return self.lin(torch.cat([h, h, h]))
     sparse gradients | lin.weight has sparse gradients, and ranks add dense ones; leave out sparse=True | h = h + F.embedding(torch.zeros_like(h[:, 0]).long(), self.lin.weight, sparse=True)
     a branch on rows | line 1: forward asks for the numbers in a tensor \(bool\) | h = h * 2 if x.sum() > 0 else h
+    a comparison of rows | line 1: forward asks for the numbers in a tensor \(allclose\) | h = h * 2 if torch.allclose(h, h + 1) else h
     a branch on degrees | line 1: forward asks for the numbers in a tensor \(max\) | most = torch.bincount(dst).max().item() ;; h = h if most > 99 else h * 2
     a wrong width | line 1: forward fails on a small graph of 12 features \(RuntimeError: mat1 and mat2 | h = self.lin(x)
     beyond a list's end | line 1: .*list index out of range\)$ | h = [h][1]
