@@ -37,6 +37,7 @@ from gnnplan.executor.modules.record import (
     FILLERS,
     MOST_NUMBERS,
     TO_PYTHON,
+    Cuts,
     Unfit,
     leaves_of,
     line_now,
@@ -203,11 +204,13 @@ def must_call_alike(
     """
     small = Small(VERTICES[0], module, fields)
 
-    def calls(values: Mapping[str, Any], is_training: bool, limits: Limits) -> _Calls:
+    def calls(
+        values: Mapping[str, Any], vertices: int, is_training: bool, limits: Limits
+    ) -> _Calls:
         own = copied(module).train(is_training)
         made = _Calls(own, values, limits)
         with torch.random.fork_rng(devices=[]), torch.no_grad(), plainly(), suppress(Exception):
-            with made:
+            with made, Cuts(values, vertices):
                 output = small.binding.call(own, values)
             made.note("return", [made.plain(output)])
             made.ended = True
@@ -217,10 +220,9 @@ def must_call_alike(
         is_decided = False
         if "g" not in small.binding.inputs:
             few, more, *others = (
-                calls(_unknown(own.given(dtype), to, limits), is_training, limits)
+                calls(_unknown(own.given(dtype), to, limits), to[0], is_training, limits)
                 for own, to, limits in (
-                    (small, None, Limits(1.0)),
-                    (small.larger, None, Limits(1.0)),
+                    *((own, _sizes(own), Limits(1.0)) for own in (small, small.larger)),
                     *((small, sizes, Limits(share)) for share in (1.0, 0.5, 0.0)),
                 )
             )
@@ -233,7 +235,7 @@ def must_call_alike(
             continue
         limits = Limits(1.0, 2.0 * sum(sizes) + 2.0 * MANY_VERTICES**2)
         few, more, many = (
-            calls(_with_edges(own, dtype, fields, limits), is_training, limits)
+            calls(_with_edges(own, dtype, fields, limits), own.vertices, is_training, limits)
             for own in (small, small.larger, _of_graph(small, graph))
         )
         if words := _differing(few, more, many, sizes[0]):
@@ -242,16 +244,16 @@ def must_call_alike(
             raise refusal
 
 
-def _unknown(
-    values: Mapping[str, Any], sizes: tuple[int, int] | None, limits: Limits
-) -> dict[str, Any]:
-    """Return inputs of `forward` as Unknown; sizes: of another graph, vertices and edges."""
+def _sizes(small: Small) -> tuple[int, int]:
+    return small.vertices, small.whole.indices.size
+
+
+def _unknown(values: Mapping[str, Any], sizes: tuple[int, int], limits: Limits) -> dict[str, Any]:
+    """Return inputs of `forward` as Unknown; sizes: vertices and edges."""
 
     def unknown(name: str, value: Tensor) -> Any:
         shape = [*value.shape]
-        if sizes is not None:
-            is_vertices = name.startswith("vertex ")
-            shape[int(name == "edge_index")] = sizes[0 if is_vertices else 1]
+        shape[int(name == "edge_index")] = sizes[not name.startswith("vertex ")]
         return Unknown.of(torch.empty(shape, dtype=value.dtype, device="meta"), limits)
 
     return {name: unknown(name, value) for name, value in values.items()}

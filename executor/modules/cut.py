@@ -236,7 +236,8 @@ class Cutter:
             raise Unfit(
                 f"{node.what} picks rows by their places ({', '.join(map(str, numbers))}), and a"
                 " rank has other rows there; choose vertices by a field, as kind == 0, or by their"
-                " ids, as torch.arange(x.size(0)) < 2000, in torch.where or as a mask"
+                " ids, as torch.arange(x.size(0)) < 2000, in torch.where or as a mask, and cut rows"
+                " into chunks, to save memory, by x.split(2000)"
             )
 
     def _has_equal_rows(self, node: Node) -> bool:

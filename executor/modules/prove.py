@@ -49,6 +49,7 @@ from gnnplan.executor.modules.record import (
     DROPOUTS,
     INNER,
     Asked,
+    Cuts,
     Named,
     Node,
     Recorded,
@@ -153,6 +154,8 @@ def _hint(error: BaseException, words: str, small: Small) -> str:
         f"({small.vertices})": own,
         f"(got {small.vertices - 1})": own,
         f"size {small.vertices} but": own,
+        "not enough values to unpack": "rows of vertices are in one chunk there, as ranks have"
+        " other rows: split columns alone, by dim=1",
         f"(2x{small.whole.indices.size} ": "it multiplies by edge_index [2, E], whose matrix is"
         " torch.sparse_coo_tensor(edge_index.flip(0), weights, (x.size(0), x.size(0)))",
     }
@@ -287,6 +290,8 @@ def recorded_of(
 
     def on_both(takes_constants: bool) -> tuple[nn.Module, Recorded]:
         (own, few), (_, many) = (on(graph, takes_constants) for graph in (small, small.larger))
+        if few.cuts or many.cuts:
+            _must_not_read_chunks(module, small, is_training, few.cuts or many.cuts)
         return own, rewritten(few, many, small.graph.directed)
 
     try:
@@ -388,7 +393,9 @@ def must_compute(
     def run(own: nn.Module, is_training: bool, values: Mapping[str, Any]) -> Tensor:
         # in evaluation nothing drops, and no mode stands between the module and torch
         within = dropout_mode if is_training else nullcontext
-        return _output(own.train(is_training), small, values, within)
+        chunks = Cuts(values, small.vertices) if is_training else nullcontext()
+        with chunks:  # recorded dropout draws for all rows at once
+            return _output(own.train(is_training), small, values, within)
 
     def must_equal(
         one: Tensor, other: Tensor, what: str, is_training: bool, most: float = 1.0
@@ -631,6 +638,27 @@ def _must_not_read_order(module: nn.Module, small: Small) -> None:
             "forward makes other rows when vertices are numbered in reverse: it depends on the"
             " order of edges, as an LSTM over neighbours does, or on vertices' places, and a part"
             " has others; take the sum, mean, maximum or attention of neighbours"
+        )
+
+
+def _must_not_read_chunks(module: nn.Module, small: Small, is_training: bool, place: str) -> None:
+    """Raise Unfit if the module makes other rows where rows are cut into other chunks.
+
+    place: of the call that cuts them."""
+    own, values = copied(module).to(torch.float64).train(is_training), small.given(torch.float64)
+
+    @contextmanager
+    def cutting(chunks: int) -> Iterator[None]:
+        with Dropouts(lambda rows, p: rows), Cuts(values, small.vertices, chunks):
+            yield
+
+    with torch.no_grad():
+        rows = [_output(own, small, values, partial(cutting, chunks)) for chunks in (1, 2, 5)]
+    if any(differing(rows[0], others) is not None for others in rows[1:]):
+        raise Unfit(
+            f"{place} cuts rows into chunks, and forward makes other rows where there are more or"
+            " fewer of them, as ranks have; compute each row of a chunk from itself alone, and read"
+            " no number of a chunk"
         )
 
 

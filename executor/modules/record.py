@@ -242,6 +242,7 @@ class Recorded:
     # what Python read from a node that is computed from edges and fields alone; once `with_sizes`
     # has run, (t, n), which mean t times the number of vertices plus n, or n itself if t is 0
     answers: dict[Node, Any] = field(default_factory=dict)
+    cuts: str = ""  # the place of a call that Cuts has replaced
     reader: int = 1  # the end of an edge whose vertex reads the other; see rewrite.py
 
     @property
@@ -286,8 +287,9 @@ def record(
             vars(graph).update(vars(unchanged.local_var()))
         try:
             recorder = _Recorder(module, inputs, vertices, opaque, parts, takes_constants)
-            with recorder, recorder.patches():
+            with recorder, recorder.patches(), Cuts(inputs, vertices) as cuts:
                 recorded = recorder.finish(call())
+            recorded.cuts = cuts.place
             if before != _states_outside_torch():
                 raise Unfit(
                     "forward draws random numbers of Python's or numpy's, which other ranks would"
@@ -298,6 +300,30 @@ def record(
             if unseen.path in opaque or not unseen.path:
                 raise Unfit(unseen.words) from None
             opaque.add(unseen.path)
+
+
+class Cuts(TorchFunctionMode):
+    """A mode in which calls that cut rows of vertices or edges into chunks, as x.split(10_000) does
+    to save memory, make a given number of chunks. place: of the last such call; '': there was none.
+
+    inputs, vertices: see `record`."""
+
+    def __init__(self, inputs: Mapping[str, Any], vertices: int, chunks: int = 1) -> None:
+        super().__init__()
+        edges = number_of(inputs["edge_index"]) if "edge_index" in inputs else 0
+        self.rows, self.chunks, self.place = {vertices, edges, edges + vertices}, chunks, ""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if name in ("split", "chunk", "tensor_split") and args and args[0].ndim:
+            given = [*args[1:], *kwargs.values(), 0]
+            is_by_rows = kwargs.get("dim", given[1]) == 0 and args[0].shape[0] in self.rows
+            if isinstance(given[0], int) and is_by_rows:
+                self.place = f"line {line}: {name}" if (line := line_now()) else name
+                return args[0].tensor_split(self.chunks) if self.chunks > 1 else (args[0],)
+        return func(*args, **kwargs)
 
 
 class _Recorder(TorchFunctionMode):

@@ -175,6 +175,11 @@ IN_FORWARD = r"""
     dropout of one row for all | carried | h = h * F.dropout(torch.ones(5, dtype=h.dtype), 0.5, self.training).mean()
     an environment that it changes | refused | import os ;; os.environ['CALLS'] = os.environ.get('CALLS', '') + '.' ;; h = h * (1 if len(os.environ['CALLS']) < 99 else 2)
     a branch on many vertices | refused | h = h * 2 if int(h.size(0)) > 999 else h
+    rows in chunks | carried | h = torch.cat([F.dropout(self.lin(c), 0.5, self.training) for c in h.split(20)])
+    rows in one chunk | carried | h = torch.cat([self.lin(c) for c in torch.split(h, 100000)])
+    edges in chunks | carried | m = torch.cat([self.lin(c) for c in h[src].chunk(3)]) ;; h = torch.zeros_like(h).index_add(0, dst, m)
+    a mean of chunks | line 1: split cuts rows into chunks, and forward makes other rows where there are more or fewer | h = torch.cat([c - c.mean() for c in h.split(100000)])
+    halves of the rows | line 1: .*not enough values to unpack.* split columns alone, by dim=1 | a, b = h.chunk(2) ;; h = torch.cat([b, a])
     rows by blocks | refused | h = torch.cat([c * i for i, c in enumerate(h.split(100), 1)])
     the first edge of each reader | refused | first = torch.full((len(h),), dst.numel()).scatter_reduce(0, dst, torch.arange(dst.numel()), 'amin') ;; h = h + h[torch.cat([src, src[:1]])[first]]
     equal edges that weigh another | carried | twice = torch.cat([edge_index, edge_index], 1) ;; w = torch.cat([other, degree(src, h.size(0)).to(h.dtype)[src]]) ;; h = torch.zeros_like(h).index_add(0, twice[1], w[:, None] * h[twice[0]])
