@@ -57,6 +57,8 @@ from gnnplan.executor.modules.record import (
     Recorded,
     Unfit,
     edge_sets_of,
+    is_edge_set,
+    is_end,
     is_rows,
     is_sparse,
     leaves_of,
@@ -73,7 +75,8 @@ OWN = (ROWS, CHOSEN)  # computed row by row
 CLOSE = {torch.float64: 1e-9, torch.float32: 1e-3}  # tolerance of two runs on other rows
 MANY = 1 << 16  # times as many vertices and edges, to find calls that pick some by their places
 PAIRS = (
-    " whose gradient torch makes of all pairs of vertices; multiply rows by them:"
+    " whose gradient torch makes of all pairs of vertices; multiply rows by weights w of"
+    " the edges, 0 for those to leave out:"
     " torch.zeros_like(x).index_add(0, edge_index[1], w[:, None] * x[edge_index[0]])"
 )
 
@@ -194,6 +197,16 @@ class Cutter:
                 node.kind = FREE if FREE in kinds else FIXED
         if node.kind == ROWS and isinstance(node.value, Tensor):
             node.dim = rows_at(node.value, self.n) or 0
+        if node.kind == INNER and (is_edge_set(node.value) or is_end(node.value)):
+            masks = [
+                r for r in node.reads if isinstance(r.value, Tensor) and r.value.dtype == torch.bool
+            ]
+            if any(each.drops for each in live_nodes(masks)):
+                raise Unfit(
+                    f"{node.what} leaves out edges by dropout, and none is left out where forward"
+                    " is recorded; weigh them, to drop whole ones, by"
+                    " F.dropout(torch.ones(number, 1), p, self.training)"
+                )
         if node.kind == INNER and node.drops:
             node.edges = self.edge_set_of(node)
             if node.edges is None:
@@ -444,10 +457,13 @@ class Cutter:
                 continue
             matrices = [read for read in node.reads if is_sparse(read.value)]
             if is_sparse(node.value):
-                raise Unfit(
-                    f"{node.place}{node.what} makes a sparse matrix of numbers that are"
-                    f" learned,{PAIRS}"
+                chosen = any(mask.kind in (*OWN, INNER) for mask in masks_of(node))
+                which = (
+                    "edges that rows of vertices choose"
+                    if chosen
+                    else "numbers that are learned or dropped"
                 )
+                raise Unfit(f"{node.place}{node.what} makes a sparse matrix of {which},{PAIRS}")
             found = None
             if node.kind == ROWS:
                 found = self._product(node, matrices) if matrices else self._scatter(node)

@@ -65,7 +65,8 @@ from gnnplan.planner.vocabulary.files import cache_dir
 from gnnplan.planner.vocabulary.units import show_percent
 
 MAX_PARAMETERS = 1 << 40  # [B] of a live module's file
-OF_SIZES = ("is another call", "fails on a part", "fail on parts")  # of refusals of sizes
+# of refusals of sizes
+OF_SIZES = ("is another call", "is no number of", "fails on a part", "fail on parts")
 # FILE.py:NAME, or a live object
 Source = str | nn.Module | Callable[..., nn.Module]
 

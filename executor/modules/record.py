@@ -59,9 +59,13 @@ UNSEEN = (
     " torch.nn.ModuleList"
 )
 IN_PLACE = (
-    "forward changes a part of a tensor in place, as x[1:].mul_(2) and PyG's coalesce do; make a"
-    " new tensor, as torch.cat and torch.where do, and leave out coalesce and to_undirected: the"
-    " graph has no duplicate edges, and has each both ways unless --directed"
+    "forward changes a part of a tensor in place{}, as x[1:].mul_(2) does; make a new tensor, as"
+    " torch.cat and torch.where do{}"
+)
+IN_LIBRARY = (
+    ", and leave that function out: the graph has no duplicate edges, and has each both ways unless"
+    " --directed; its matrix, which may not be dense, is torch.sparse_coo_tensor("
+    "edge_index.flip(0), weights, (x.size(0), x.size(0)))"
 )
 NO_MATRIX = "a sparse matrix is made by no call of torch's; make it by torch.sparse_coo_tensor"
 NUMBERS_ASKED = (
@@ -519,7 +523,9 @@ class _Recorder(TorchFunctionMode):
         if torch.equal(tensor, recorded) or bool(is_equal.all()):
             return True
         if tensor._version != self.versions[id(tensor)]:
-            raise _Unseen(self.path_stack[-1], IN_PLACE)
+            within = _callee()
+            words = IN_PLACE.format(within, IN_LIBRARY if within else "")
+            raise _Unseen(self.path_stack[-1], words)
         return False
 
     def _record_result(self, node: Node, result: Any) -> Any:

@@ -100,6 +100,14 @@ def with_sizes(small: Recorded, large: Recorded) -> Recorded:
                     as_many = Node(left_none_out, (rival, edges), line=edges.line, path=edges.path)
                     assumed[as_many.key] = as_many
                 return Node(number_of, (edges,), index=node.index - 0.5, value=first)
+            if not any(answer is None for answer in small.answers.values()):
+                raise Unfit(
+                    f"{twin.place}{twin.what} is given {second} on a graph of {large.vertices:,}"
+                    f" vertices, and {first} on one of {small.vertices}, which is no number of"
+                    " vertices or edges: as where vertices are chosen and numbered anew (subgraph,"
+                    " relabel_nodes); keep all vertices, and choose by torch.where(mask[:, None],"
+                    " rows, others), or by edge_index[:, mask[edge_index[0]]]"
+                )
         raise unequal(twin)
 
     for node, twin in twins.items():

@@ -315,7 +315,9 @@ class Structure:
             except Exception as error:
                 raise Unfit(
                     f"{node.place}{node.what} of edges fails on a part of them: it may read them by"
-                    " their places, as argsort tells; add up rows over edges by index_add"
+                    " their places, as argsort tells, or vertices by ids, where a part has others;"
+                    " add up rows over edges by index_add, and choose vertices by a mask of all,"
+                    " as torch.arange(x.size(0)) % 2 == 0"
                 ) from error
             if node in edge_sets:
                 sets.append(node)

@@ -117,7 +117,11 @@ IN_FORWARD = r"""
     a sparse matrix of sources | carried | h = torch.sparse_coo_tensor(edge_index, other, (len(h), len(h))) @ h
     a sparse matrix of two hops | refused | a = torch.sparse_coo_tensor(edge_index.flip(0), other, (len(h), len(h))) ;; h = torch.sparse.mm(torch.sparse.mm(a, a), h)
     a sparse matrix over columns | either | a = torch.sparse_coo_tensor(edge_index[:, :3] * 0, other[:3], (8, 8)) ;; h = (a @ h.t()).t()
-    learned numbers in a sparse matrix | line 1: .* of numbers that are learned, whose gradient torch makes of all pairs | h = torch.sparse_coo_tensor(edge_index.flip(0), other * self.lin.bias[0], (len(h), len(h))) @ h
+    learned numbers in a sparse matrix | line 1: .* of numbers that are learned or dropped, whose gradient torch makes of all pairs | h = torch.sparse_coo_tensor(edge_index.flip(0), other * self.lin.bias[0], (len(h), len(h))) @ h
+    chosen edges in a sparse matrix | line 2: .* of edges that rows of vertices choose, .*; multiply rows by weights w of the edges, 0 for | some = edge_index[:, x[src, 0] > 0.5] ;; h = torch.sparse_coo_tensor(some.flip(0), torch.ones(some.size(1)).to(x), (len(h), len(h))) @ h
+    a relabelled subgraph | line 2: full is given 1202 on .* no number of vertices or edges: .*relabel_nodes.; keep all vertices | from torch_geometric.utils import subgraph ;; few, _ = subgraph(degree(dst, len(x)) > 1, edge_index, relabel_nodes=True, num_nodes=len(x)) ;; h = h + self.c(h, few)
+    a dense matrix | line 2: .* in place in to_dense_adj, .*leave that function out.* torch.sparse_coo_tensor | from torch_geometric.utils import to_dense_adj ;; h = to_dense_adj(edge_index, max_num_nodes=len(h))[0] @ h
+    dropout of whole edges | line 1: getitem leaves out edges by dropout, .*; weigh them, to drop whole ones, by F.dropout | h = self.c(h, edge_index[:, F.dropout(torch.ones(src.numel()), 0.3, self.training) > 0])
     dropout of columns | refused | h = F.dropout1d(h, 0.5, self.training)
     a number that its class has kept | refused | M.k = getattr(M, 'k', 0) + 1 ;; h = h * M.k
     a number that a list has kept | refused | self.kept = [*(self.kept or []), 1] ;; h = h * (1 if len(self.kept) < 99 else 2)
