@@ -475,11 +475,12 @@ def with_structure(problem: Problem) -> Problem:
     """Return the problem, with self-loops if DGL convolutions need them, after computing what the
     module computes from the edges of the whole graph. Raises SpecError."""
     pieces, module = read_again(problem.workload), problem.workload.own
-    if problem.graph is None or not isinstance(pieces, Pieces):
+    if not isinstance(pieces, Pieces):
         return problem
     dtype = pieces.structure.dtype
     graph = _as_read(problem, module, pieces.module, pieces, _fields_of(module), dtype)
-    assert graph
+    if graph is None:
+        return problem
     pieces.structure.on_whole(graph.csr_edges)
     return replace(problem, graph=graph) if pieces.loops else problem
 
