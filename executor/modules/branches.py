@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import dlpack
 from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -41,6 +42,7 @@ from gnnplan.executor.modules.record import (
     Unfit,
     leaves_of,
     line_now,
+    replaced,
     tensors_of,
 )
 from gnnplan.planner.graph.graph import Graph
@@ -179,6 +181,13 @@ class _Calls(TorchFunctionMode):
             return str(argument.tolist())
 
 
+def _to_dlpack(tensor: Tensor) -> Any:
+    """Hand a tensor's memory to another library, as DGL's kernels, which would read no memory."""
+    if isinstance(tensor, Unknown):
+        raise ValueError("memory of unknown numbers")
+    return torch._C._to_dlpack(tensor)
+
+
 def _leaves(tree: Any) -> list[Any]:
     """Return leaves of arguments, also of their slices and sizes."""
     found = leaves_of(tree)
@@ -210,7 +219,7 @@ def must_call_alike(
         own = copied(module).train(is_training)
         made = _Calls(own, values, limits)
         with torch.random.fork_rng(devices=[]), torch.no_grad(), plainly(), suppress(Exception):
-            with made, Cuts(values, vertices):
+            with made, Cuts(values, vertices), replaced(dlpack, "to_dlpack", _to_dlpack):
                 output = small.binding.call(own, values)
             made.note("return", [made.plain(output)])
             made.ended = True

@@ -207,9 +207,12 @@ class Strategy(ABC):
             self._check_knob(knob, getattr(self, knob), rule)
 
     def _check_knob(self, knob: str, value: Any, rule: Range | Mapping[str, str]) -> None:
-        """Raise SpecError if a knob's value breaks its rule."""
+        """Raise SpecError if a knob's value is neither its default nor as its rule says."""
+        default = getattr(type(self), knob)
+        if value == default:
+            return
         if isinstance(rule, Range):
-            if value is None or rule.least <= value <= rule.most:
+            if value is not None and rule.least <= value <= rule.most:
                 return
             says, near = str(rule), ""
         else:
@@ -217,7 +220,7 @@ class Strategy(ABC):
                 return
             *others, last = (f"{word!r} ({meaning})" for word, meaning in rule.items())
             says, near = f"{', '.join(others)} or {last}", likeliest(value, rule)
-        use = near or getattr(type(self), knob)
+        use = near or default
         raise SpecError(
             f"{self.name}: {knob} is {says}, not {value!r};"
             f" {'leave it out' if use is None else f'use {knob}={use!r}'}"

@@ -14,7 +14,7 @@ from nightly import every
 from torch import nn
 from written import quiet
 
-from gnnplan import api
+import gnnplan as package
 from gnnplan.executor.modules.bind import GraphFields, Small
 from gnnplan.executor.modules.prove import prove
 from gnnplan.executor.modules.read import UserModule, optional, read, read_again, with_user_model
@@ -451,7 +451,7 @@ def test_a_branch_on_the_graph_is_taken_as_on_the_graph(tmp_path, told, does):
         of_graph = {"x": np.ones((60, 6), np.float32), "y": vertices % 3}
         edges = np.hstack([np.stack(ends), np.stack(ends[::-1])])
         np.savez(file := str(tmp_path / "ring.npz"), edge_index=edges, **of_graph)
-        return api.plan(file, model=model, ranks=2, overrides=["gpus_per_server=2"])
+        return package.plan(file, model=model, ranks=2, overrides=["gpus_per_server=2"])
 
     with pytest.raises(SpecError, match=told) if told else nullcontext():
         plan(vertices)
