@@ -212,7 +212,7 @@ class Strategy(ABC):
         if value == default:
             return
         if isinstance(rule, Range):
-            if value is not None and rule.least <= value <= rule.most:
+            if value is None or rule.least <= value <= rule.most:  # None: settled later
                 return
             says, near = str(rule), ""
         else:
