@@ -100,7 +100,7 @@ def _on_meta(value: Any) -> Any:
         return value.meta
     if not isinstance(value, Tensor):
         return value
-    return torch.empty(value.shape, dtype=value.dtype, device="meta")  # of a sparse matrix, too
+    return torch.empty(value.shape, dtype=value.dtype, device="meta")  # of any layout
 
 
 def _places(indices: Any) -> Iterator[Any]:
