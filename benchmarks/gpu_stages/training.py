@@ -185,13 +185,15 @@ def _plan(setting: Setting, case: Case) -> gnnplan.Plan:
     cluster = question.cluster(setting, case.ranks // servers, servers)
     graph = question.graph(setting)
     if case.tight:
-        cluster = question.cluster(setting, case.ranks, product_code=0.0)  # a CPU's is per chunk
-        whole = gnnplan.plan(graph, cluster, workload, strategy="graph_parallel", ranks=case.ranks)
+        # without the code of a CPU's products, which offload counts for every chunk
+        with_memory = partial(question.cluster, setting, case.ranks, product_code=0.0)
+        whole = gnnplan.plan(
+            graph, with_memory(), workload, strategy="graph_parallel", ranks=case.ranks
+        )
         memory = whole.document["best"]["predicted"]["memory"]
         data = sum(memory.values()) - memory["runtime"]
         share = TIGHT_SMALL if setting.small else TIGHT
-        tight = {"memory": memory["runtime"] + share * data, "product_code": 0.0}
-        cluster = question.cluster(setting, case.ranks, **tight)
+        cluster = with_memory(memory=memory["runtime"] + share * data)
     try:
         return gnnplan.plan(graph, cluster, workload, strategy=case.strategy, ranks=case.ranks)
     except (SpecError, Infeasible) as error:

@@ -111,10 +111,11 @@ class _Agent(LocalElasticAgent):
             elif all(map(_in_epoch, operations)):
                 lost = list(range(len(seen)))
                 message += "one that works longer at an operation needs a longer --timeout"
-            for record, pid in ((self._records[rank], self._pids[rank]) for rank in lost):
-                record.leave(Failure(LostRank.exit_code, message, record.operation).note)
+            for rank in lost:
+                note = Failure(LostRank.exit_code, message, operations[rank]).note
+                self._records[rank].leave(note)
                 with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+                    os.kill(self._pids[rank], signal.SIGKILL)
 
     def _is_over(self, failures: Mapping[int, Any]) -> bool:
         """Whether the run ends with these failures of processes; else all ranks restart.

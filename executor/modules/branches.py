@@ -42,6 +42,7 @@ from gnnplan.executor.modules.record import (
     Unfit,
     leaves_of,
     line_now,
+    on_meta,
     replaced,
     tensors_of,
 )
@@ -96,11 +97,7 @@ class Unknown(Tensor):
 
 
 def _on_meta(value: Any) -> Any:
-    if isinstance(value, Unknown):
-        return value.meta
-    if not isinstance(value, Tensor):
-        return value
-    return torch.empty(value.shape, dtype=value.dtype, device="meta")  # of any layout
+    return value.meta if isinstance(value, Unknown) else on_meta(value)
 
 
 def _places(indices: Any) -> Iterator[Any]:

@@ -704,12 +704,18 @@ def loops_by(module: nn.Module, make: Callable[..., Any]) -> Iterator[None]:
         yield
 
 
+def on_meta(value: Any) -> Any:
+    """Return a tensor's type and shape, as a tensor without numbers, and another value as it is."""
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty(value.shape, dtype=value.dtype, device="meta")  # of any layout
+
+
 def _reads_numbers(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether a call that returns a number reads those of tensors, and not their types and sizes,
     which tensors on the device meta have too."""
-    meta = tree_map(lambda v: v.to("meta") if isinstance(v, Tensor) else v, (args, kwargs))
     try:
-        func(*meta[0], **meta[1])
+        func(*tree_map(on_meta, args), **tree_map(on_meta, kwargs))
     except (RuntimeError, TypeError):  # NotImplementedError is a RuntimeError
         return True
     return False

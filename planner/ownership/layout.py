@@ -21,6 +21,7 @@ of the same object, so they agree about bytes."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -128,17 +129,18 @@ class LayerCounts:
         return self.halo_rows if self.fresh is None else np.asarray(self.fresh.sum(0))
 
 
-class Facts:
+class Facts(ABC):
     """The counts of the layers of a layout, counted or estimated."""
 
     _facts: dict[object, LayerCounts]  # kind of layer -> its counts
 
+    @abstractmethod
     def kind(self, layer: int) -> object:
         """Return a key that is equal for layers with equal rows, edges and exchanges."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _counted(self, layer: int) -> LayerCounts:
-        raise NotImplementedError
+        """Count or estimate a layer over all ranks."""
 
     def facts(self, layer: int) -> LayerCounts:
         """Return the counts of a layer over all ranks; layers of one `kind` share an object."""
