@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from math import inf
 from pathlib import Path
-from statistics import mean, median
+from statistics import geometric_mean, mean, median
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -36,7 +36,7 @@ from gnnplan.executor.measure.microbench import (
     SCATTERED_ROW,
     Bench,
 )
-from gnnplan.executor.measure.rehearsal import BATCHES, READS, held_to
+from gnnplan.executor.measure.rehearsal import BATCHES, FAR_BATCHES, READS, Piece, held_to
 from gnnplan.executor.ranks.activity import Activity, read, seen
 from gnnplan.executor.ranks.gather import gather_all
 from gnnplan.executor.ranks.machine import cores, free_memory
@@ -79,6 +79,7 @@ def cluster_of(
     provenance |= network_provenance | {
         "device.memory": f"{source}, what is free",
         "host_rates": f"{source}, median",
+        "host_slowdown": f"{source}, median",
         "cores": "counted",
         "one_machine": "as started",
     }
@@ -103,14 +104,21 @@ def cluster_of(
     provenance |= {name: f"{provenance[name]}; {correction}" for name in corrected}
     provenance["device.launch"] = f"{source}; {correction}"
     call_s = float(Cost(cluster).call_s)
-    rates = {
-        work: _sampler_rate(work, seconds, call_s) for work in CALLS for (seconds,) in found[work]
-    }
+    rates, far = (
+        {
+            work: _sampler_rate(work, piece, seconds, call_s)
+            for work in CALLS
+            for (seconds,) in found[f"{which}{work}"]
+        }
+        for which, piece in (("", BATCHES), ("far_", FAR_BATCHES))
+    )
+    slower = geometric_mean(rates[work] / far[work] for work in rates)
     slowest, fastest = min(found["paces"]), max(found["paces"])
     provenance["device.gemm"] += f"; rounds at {slowest:.2f} to {fastest:.2f} of the median speed"
     update: dict[str, Any] = {
         "provenance": provenance,
         "host_rates": rates,
+        "host_slowdown": float(np.clip(slower, 1.0, 100.0)),
         "ranges": cluster.ranges | _unsteady(fastest / slowest - 1),
     }
     if cluster.device.kind == "cpu":
@@ -245,13 +253,13 @@ def _scattered_rate(gathering: dict[str, Any], seconds: float) -> float:
     return PER_OUTPUT * OUTPUTS * SCATTERED_ROW / max(seconds - OUTPUTS * written_s, seconds / 2)
 
 
-def _sampler_rate(what: HostWork, seconds: Sequence[float], call_s: float) -> float:
+def _sampler_rate(what: HostWork, piece: Piece, seconds: Sequence[float], call_s: float) -> float:
     """Return a sampler's edges per second, without its calls of `call_s` for a batch's layers.
 
-    seconds: of a batch of BATCHES, of which the edges take at least half.
+    seconds: of a batch of `piece`, of which the edges take at least half.
     """
-    batch_s, layers = median(seconds), BATCHES.problem.workload.layers
-    return BATCHES.batch_edges / max(batch_s - layers * CALLS[what] * call_s, batch_s / 2)
+    batch_s, layers = median(seconds), piece.problem.workload.layers
+    return piece.batch_edges / max(batch_s - layers * CALLS[what] * call_s, batch_s / 2)
 
 
 def line(samples: Sequence[tuple[float, Sequence[float]]]) -> tuple[float, float]:

@@ -19,12 +19,19 @@ import torch.distributed as dist
 from gnnplan.executor.layers.blocks import features
 from gnnplan.executor.layers.kernels import Block, aggregate, attend, linear
 from gnnplan.executor.layers.layer import Drop
-from gnnplan.executor.measure.rehearsal import PIECES, BatchRehearsal, Rehearsal
+from gnnplan.executor.measure.rehearsal import (
+    BATCHES,
+    FAR_BATCHES,
+    PIECES,
+    BatchRehearsal,
+    Rehearsal,
+)
 from gnnplan.executor.ranks.comm import Exchange
 from gnnplan.executor.ranks.gather import gather_all
 from gnnplan.executor.ranks.machine import device_name
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.ranks.recorder import DeviceClock
+from gnnplan.planner.cluster.cost import CALLS
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
@@ -210,7 +217,9 @@ class Bench:
         notify("preparing graphs")
         graphs = LARGE_GRAPHS if self.device.type == "cuda" else GRAPHS
         blocks = [self._block(*size) for size in graphs]
-        batches = BatchRehearsal(self.device, self.me.backend)
+        batches = [
+            BatchRehearsal(piece, self.device, self.me.backend) for piece in (BATCHES, FAR_BATCHES)
+        ]
         rehearsals = [Rehearsal(piece, self.device, self.me.backend) for piece in PIECES]
         messages: dict[str, dict[int, list[Sent]]] = {
             where: {} for where, groups in self.groups.items() if groups
@@ -243,7 +252,7 @@ class Bench:
         self,
         blocks: Sequence[Block],
         rehearsals: Sequence[Rehearsal],
-        batches: BatchRehearsal,
+        batches: Sequence[BatchRehearsal],
         notify: Callable[[str], None],
     ) -> dict[str, list[Sample]]:
         """Run a round of all kernels and steps; return kind -> samples of every shape."""
@@ -290,7 +299,8 @@ class Bench:
                 ((rows * LOADED_WIDTH * 4,), self.load(stored, rows)) for rows in LOADED
             ]
         notify("mini-batches")
-        found |= self.batches(batches)
+        near, far = map(self.batches, batches)
+        found |= near | {f"far_{what}": far[what] for what in CALLS}
         notify("training steps")
         return found | {"steps": [((), [self.step(rehearsal)]) for rehearsal in rehearsals]}
 

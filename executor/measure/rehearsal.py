@@ -23,6 +23,7 @@ from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.ranks.recorder import now
 from gnnplan.executor.strategies import open_worker
 from gnnplan.planner.cluster import scaling as scaled
+from gnnplan.planner.cluster.cost import FAR, NEAR
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
@@ -56,12 +57,16 @@ class Piece:
     vertices: int
     edges: int
     workload: dict[str, Any] = field(default_factory=dict)
+    random: bool = False  # whether edges join random vertices, which a second suffices to draw
 
     @cached_property
     def problem(self) -> Problem:
         """The piece's problem; its cluster has no influence."""
-        graph = load(
-            f"synthetic:community?vertices={self.vertices}&edges={self.edges}&features=64&classes=8&seed=5"
+        sizes = f"vertices={self.vertices}&edges={self.edges}"
+        graph = (
+            _random(self.vertices, self.edges)
+            if self.random
+            else load(f"synthetic:community?{sizes}&features=64&classes=8&seed=5")
         )
         assert isinstance(graph, Graph)
         return _WithoutCudaGraphs(graph.stats, graph, Workload(**self.workload), _PLACEHOLDER)
@@ -93,6 +98,25 @@ class Piece:
         return seconds / DataParallel().supply(self.problem).batches.steps
 
 
+def _random(vertices: int, edges: int) -> Graph:
+    """Return a graph whose vertices have equally many random in-neighbours, one feature each."""
+    few = load("synthetic:community?vertices=100&edges=400&features=1&classes=8")
+    assert isinstance(few, Graph)
+    train = np.arange(vertices) % 64 == 0
+    stats = replace(few.stats, hash=f"random {vertices} {edges}", vertices=vertices, edges=edges)
+    return replace(
+        few,
+        stats=replace(stats, train_vertices=int(train.sum())),
+        indptr=np.arange(vertices + 1) * (edges // vertices),
+        indices=np.random.default_rng(0).integers(0, vertices, edges, dtype=np.int32),
+        x=np.zeros((vertices, 1), np.float32),
+        y=np.zeros(vertices, np.int64),
+        train=train,
+        val=np.zeros_like(train),
+        test=np.zeros_like(train),
+    )
+
+
 # sizes range from steps that framework overhead dominates to rows that exceed every cache
 PIECES = (
     Piece(100, 400, {"model": "gcnii", "layers": 6, "hidden": 16, "dropout": 0.5}),
@@ -105,11 +129,13 @@ PIECES = (
 # A rank's share of batches. A row has 5 or 6 edges, as in batches of most graphs: with more,
 # samplers would seem quicker per edge.
 BATCHES = Piece(
-    80_000,
+    NEAR,
     1_000_000,
     {"mode": "mini", "model": "sage", "layers": 3, "hidden": 128}
     | {"fanout": (10, 10, 5), "batch": 1024},
 )
+# The same on lists that no cache holds, with rows so few that none is near another.
+FAR_BATCHES = Piece(FAR, 16 * FAR, BATCHES.workload | {"hidden": 8, "batch": 128}, random=True)
 LAYERS = ("forward", "backward")
 LEAST_LAUNCH, MOST_LAUNCH = 1e-9, 0.1  # of a framework operation [s]
 MOST_SLOWDOWN = 10.0  # of reads of memory in training steps
@@ -146,10 +172,10 @@ class Rehearsal:
 
 
 class BatchRehearsal(Rehearsal):
-    """The training of BATCHES on this rank; a GPU only receives the batches."""
+    """The training of BATCHES, or of FAR_BATCHES, on this rank; a GPU only receives the batches."""
 
-    def __init__(self, device: torch.device, backend: str) -> None:
-        super().__init__(BATCHES, device, backend, traced=sys.maxsize)
+    def __init__(self, piece: Piece, device: torch.device, backend: str) -> None:
+        super().__init__(piece, device, backend, traced=sys.maxsize)
 
     def of_each(self, seconds: float) -> dict[str, float]:
         """Train for `seconds`; return the median seconds of drawing a batch, laying it out and

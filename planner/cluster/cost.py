@@ -267,6 +267,10 @@ PACKING = 2.4e9
 # Calls of numpy with which a sampler draws a layer or lays it out, of `Cost.call_s` each. From two
 # sizes of batches of seven graphs on one core of an AMD EPYC, 2026-11-29.
 CALLS: dict[HostWork, int] = {"draw": 18, "lay": 11}
+# Vertices of the graphs that tell a sampler's `host_rates`, and their `host_slowdown`. Between them
+# an edge takes longer with the logarithm of the vertices, and then no longer: the median draw and
+# layout of random graphs of 0.02 to 20 million vertices on an AMD EPYC, 2026-11-30.
+NEAR, FAR = 80_000, 2_000_000
 
 
 class Cost:
@@ -316,10 +320,11 @@ class Cost:
         match work:
             case Compute():
                 return self.compute_s(work)
-            case Copy(nbytes, packed, calls):
-                return self.load_s(nbytes, packed, calls)
-            case Sampling(what, edges, samplers, layers):
-                return self.host_s(what, edges, samplers, layers)
+            case Copy(nbytes, packed, calls, search, vertices):
+                search_s = self.host_s("draw", search, vertices=vertices)
+                return search_s + self.load_s(nbytes, packed, calls)
+            case Sampling(what, edges, samplers, layers, vertices):
+                return self.host_s(what, edges, samplers, layers, vertices)
         raise AssertionError(f"{work} has no price")
 
     def compute_s(self, work: Compute) -> Number:
@@ -340,8 +345,17 @@ class Cost:
         copied_s: Number = link.latency + link.stretched(nbytes) / link.bandwidth
         return calls_s + copied_s + packed / PACKING
 
-    def host_s(self, work: HostWork, edges: Number, samplers: int = 1, layers: int = 0) -> Number:
+    def host_s(
+        self,
+        work: HostWork,
+        edges: Number,
+        samplers: int = 1,
+        layers: int = 0,
+        vertices: int = 0,
+    ) -> Number:
         """Return the duration of a sampler's work for one rank on `edges` edges of `layers` [s].
+
+        vertices: of the graph, of whose lists caches hold less the more there are.
 
         A layer takes `CALLS` of the framework, however few its edges. Each GPU rank has `samplers`
         samplers at work. The samplers share the cores of the server; if there are more cores than
@@ -353,7 +367,9 @@ class Cost:
         cores = max(self.cores_each - 1, min(self.cores_each, 1.0))
         shared = 1.0 if self.cores.count else max(1.0, samplers / cores)
         calls_s = layers * CALLS[work] * self.call_s
-        return shared * (edges / self.cluster.host_rates[work] + calls_s)
+        beyond = np.interp(np.log(max(vertices, 1)), np.log([NEAR, FAR]), [0.0, 1.0])
+        edge_s = self.cluster.host_slowdown**beyond / self.cluster.host_rates[work]
+        return shared * (edges * edge_s + calls_s)
 
     # -- transfers
 

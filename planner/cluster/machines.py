@@ -54,7 +54,7 @@ def fields_of(name: str, base: Cluster) -> dict[str, Any]:
         **{f"device.{field}": "datasheet" for field in device if field != "name"},
     }
     # these fields depend on the software of the preset's testbed
-    dropped = {"host_rates", "device_rates", "sampler"}
+    dropped = {"host_rates", "host_slowdown", "device_rates", "sampler"}
     of_base = {field: text for field, text in base.provenance.items() if field not in dropped}
     return {
         **base.model_dump(exclude=dropped),

@@ -320,7 +320,10 @@ class Cluster(Spec):
         AfterValidator(lambda rates: dict.fromkeys(get_args(HostWork), HOST_RATE) | rates),
     ] = Field({}, validate_default=True)
     """Edges per second of a sampler on one core: `draw` (draw neighbours) and `lay` (lay out
-    blocks).  [default: 50 M each]"""
+    blocks), on a graph of 80,000 vertices.  [default: 50 M each]"""
+    host_slowdown: Annotated[float, Field(ge=0.1, le=100.0)] = 1.0
+    """Seconds of a sampler for an edge of a graph of 2 million vertices, which caches do not hold,
+    divided by its seconds for an edge of 80,000 vertices."""
     host_call: Latency = 1e-5
     """Time of a framework's call on a GPU's host that launches nothing [s]; a CPU rank's calls take
     `device.launch`.  [default: 10us]"""

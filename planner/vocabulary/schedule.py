@@ -161,6 +161,8 @@ class Copy(LocalWork):
     nbytes: Any  # a number, or an array [ranks] [B]
     packed: Any = 0  # part of `nbytes` that the host first gathers into one buffer [B]
     calls: int = 0  # calls of the framework besides the copy
+    search: Any = 0.0  # edges that a sampler draws in the time in which the host finds the rows
+    vertices: int = 0  # among which it finds them
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,6 +173,7 @@ class Sampling(LocalWork):
     edges: Any  # a number, or an array [ranks]
     samplers: int = 1  # samplers of each rank that work at the same time
     layers: int = 0  # layers of the batch that the edges are of
+    vertices: int = 0  # of the graph
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,12 +16,13 @@ def shrink(change: Callable[[object, str, object], None]) -> None:
         vertices, edges = smaller(piece.vertices, piece.edges)
         return replace(piece, vertices=vertices, edges=edges)
 
-    pieces, batches = tuple(map(shrunk, rehearsal.PIECES)), shrunk(rehearsal.BATCHES)
-    batches = replace(batches, workload=batches.workload | {"batch": 100})
-    for module in (rehearsal, microbench):
-        change(module, "PIECES", pieces)
-    for module in (rehearsal, measure):
-        change(module, "BATCHES", batches)
+    change(microbench, "PIECES", tuple(map(shrunk, rehearsal.PIECES)))
+    change(rehearsal, "PIECES", microbench.PIECES)
+    for name in ("BATCHES", "FAR_BATCHES"):
+        piece = shrunk(getattr(rehearsal, name))
+        piece = replace(piece, workload=piece.workload | {"batch": 100})
+        for module in (rehearsal, microbench, measure):
+            change(module, name, piece)
     change(microbench, "GRAPHS", tuple(smaller(*size) for size in microbench.GRAPHS))
 
 

@@ -97,7 +97,7 @@ def test_two_ranks_that_share_a_core(started):
     told = {"name", "kind", "overlap_tax", "power", "cache", "gemm_tf32"}  # which no CPU has
     fields = {f"device.{name}" for name in {*type(device).model_fields} - told}
     fields |= {f"collectives.{name}" for name in cluster.collectives}
-    fields |= {"cores", "one_machine", "host_rates"}
+    fields |= {"cores", "one_machine", "host_rates", "host_slowdown"}
     fields |= {f"{where}.{name}" for where in places for name in ("bandwidth", "latency")}
     assert set(cluster.provenance) == fields
     assert Cluster.model_validate_json(cluster.model_dump_json()) == cluster
@@ -277,6 +277,8 @@ def test_what_ranks_have_found_becomes_a_cluster(monkeypatch, cuda):
     found |= {"gemm": [(1000, h, h, [s] * 2) for h, s in zip((64, 16), took, strict=True)]}
     found |= {"gather": [(64, 1e6, 1e9, [0.1, 0.1])], "elementwise": [([1e-10, 1e-10],)]}
     found |= {"draw": [([0.1],)], "lay": [([0.08],)], "layers": [([0.02],)]}
+    # batches whose edges are a third of those, from lists that no cache holds
+    found |= {"far_draw": [([0.1],)], "far_lay": [([0.08],)]}
     found |= {"steps": [([0.01],)] * 6, "paces": [0.8, 1.0, 1.2]}
     found |= {"exchange.intra_node": samples}
     cluster = cluster_of(found, 1, 2, 1e9, 2, one_machine=True)

@@ -187,8 +187,11 @@ def test_every_strategy_is_predicted_as_on_the_graph(tmp_path, kind, fields):
     whole = gnnplan.plan(graph.stats.source, ranks=2, **asked).table
     parts = gnnplan.plan(folder, **asked).table
     assert {row["gpus"] for row in (*whole, *parts)} == {2}
-    for what in ("strategy", "epoch_s"):
-        assert [row[what] for row in parts] == [row[what] for row in whole]
+    assert [row["strategy"] for row in parts] == [row["strategy"] for row in whole]
+    # a batch's rows are looked up in parts; epochs of 10^8 edges took 1.4 s of 10 for that
+    most = 1.02 if asked["mode"] == "mini" else 1.0
+    for ours, theirs in zip(parts, whole, strict=True):
+        assert theirs["epoch_s"] <= ours["epoch_s"] <= most * theirs["epoch_s"]
     # ranks map a graph's file together, but each that samples gathers adjacency lists from parts;
     # link prediction gathers the edges that are not held out from both
     lists = 4 * graph.stats.edges + 8 * (graph.stats.vertices + 1)

@@ -137,7 +137,7 @@ def keep_allocator() -> None:
     libc = ctypes.CDLL(None)
     # older versions of glibc refuse more than 32 MiB
     if libc.mallopt(mmap_threshold, 1 << 30) or libc.mallopt(mmap_threshold, 32 << 20):
-        libc.mallopt(trim_threshold, 2**31 - 1)
+        libc.mallopt(trim_threshold, -1)
 
 
 def release_memory() -> None:

@@ -30,7 +30,7 @@ from gnnplan.planner.ownership.minibatch import Batches, MiniBatch
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.step import blocks_bytes, constant_bytes
 from gnnplan.planner.strategies.minibatch.adjacency_store import ENTRY, NEIGHBOUR, Lists, bytes_at
-from gnnplan.planner.strategies.minibatch.feature_store import Features, Loads
+from gnnplan.planner.strategies.minibatch.feature_store import HOST, Features, Loads
 from gnnplan.planner.strategies.program.account import Memory, Resident, machine_code
 from gnnplan.planner.strategies.program.price import setup_s
 from gnnplan.planner.strategies.program.program import Copy, Exchange, Op, Sampling
@@ -48,7 +48,7 @@ OPENING = 100
 # in theirs, in times to lay out an edge. From 15 runs on six graphs on an AMD EPYC, 2026-11-29.
 RELAID = 2
 # Time to find a frontier row's owner, and its place among the owner's rows, in times to draw an
-# edge. From seven graphs, as above.
+# edge. From seven graphs, as above. Rows in a folder of parts are found like this, too.
 OWNED = 0.75
 CACHING = 0.75  # share of a GPU's memory for lists and features, if the GPU samples
 
@@ -174,7 +174,7 @@ class Supply:
     def _sampled(self, what: HostWork, edges: np.ndarray, layer: int | None = None) -> Op:
         """Return the operation of samplers that draw or lay out these numbers of edges [ranks]."""
         layers = self.problem.workload.layers if layer is None else 1
-        work = Sampling(what, edges, self.samplers, layers)
+        work = Sampling(what, edges, self.samplers, layers, self.problem.stats.vertices)
         return Op(what, layer=layer, work=work, ahead="host")
 
     def _sampled_there(self, batch: MiniBatch, lane: Literal["host", "copy"]) -> Iterator[Op]:
@@ -209,12 +209,15 @@ class Supply:
         The host packs the blocks first, unless a sampler process packs them during training.
         facts: counts of layers 1 .. L.
         """
-        features, on_device = self.loads(batch).host, self.lays_there
-        if self.problem.cluster.device_sampler_rates:
+        problem, loads, on_device = self.problem, self.loads(batch), self.lays_there
+        features = loads.host
+        if problem.cluster.device_sampler_rates:
             return Copy(features.astype(np.int64))
         blocks = self._block_bytes(facts)
         packed = 0 if on_device or self.prefetch else blocks
-        return Copy((features + blocks).astype(np.int64), packed, OPENING)
+        search = OWNED * isinstance(problem.graph, PartGraph) * loads.rows[:, HOST]
+        nbytes = (features + blocks).astype(np.int64)
+        return Copy(nbytes, packed, OPENING, search, problem.stats.vertices)
 
     def _block_bytes(self, facts: Sequence[LayerCounts]) -> np.ndarray:
         """Return the bytes of a batch's blocks that are copied to a GPU [ranks].
