@@ -106,8 +106,9 @@ class Op:
     """One operation that the ranks of a group do together.
 
     Three names (`op`) have a meaning: 'halo' is an exchange of rows between their owners, 'loss'
-    ends a forward pass, 'update' ends a step. All other names are free; `validate` describes some
-    (MOVED in evidence/validate.py). Bytes are reported by `op`, seconds by `op`, `direction` and
+    ends a forward pass (GNNPipe's last stage computes it inside 'forward'), 'update' ends a step.
+    All other names are free; `validate` describes some (MOVED in evidence/validate.py). Bytes are
+    reported by `op`, seconds by `op`, `direction` and
     `layer`.
 
     The numbers of a computation are arrays [ranks], or scalars if all ranks do the same. If
