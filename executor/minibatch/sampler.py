@@ -7,18 +7,14 @@ neighbours. For layers l = L .. 1 the sampler does:
     ids l     (GSplit) send the ids of neighbours to their owners, and receive the own vertices that
               peers have drawn. Own rows of h_{l-1} are the rows of h_l, then new vertices, sorted
 
-              (if only the first layer is split) for l = 2 only. Down to h_1 own rows are all rows
-              that the own seeds need; below, the own vertices that any member of the group needs
+              With split='first', ids are sent for l = 2 only. Own rows of h_1 are then the rows
+              that the group needs and this rank owns.
 
     lay       lay out a block per layer. The ids received say which rows the exchanges of the
               forward and backward pass send
 
-If adjacency lists are spread over ranks (planner/strategies/minibatch/adjacency_store.py), the
-sampler holds a share of the lists, and does:
-
-    ask_edges l   send ids of vertices to the ranks that hold their lists
-    draw l        draw neighbours of vertices with lists here, for own rows and for other ranks
-    edges l       send neighbours to the ranks that asked
+If adjacency lists are spread over ranks, samplers ask each other to draw
+(planner/strategies/minibatch/adjacency_store.py).
 
 If no sampler asks another and neighbours are drawn on a GPU, blocks are laid out there, too
 (device_sampling.py).

@@ -1,4 +1,4 @@
-"""Estimates for a graph known by statistics only: counts of layouts and of mini-batches."""
+"""Estimates for a graph known by statistics only: counts of layouts and mini-batches, no ids."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ from gnnplan.planner.vocabulary.numbers import ByContent, Floats, Ints, Outer, P
 
 # -- layouts ---------------------------------------------------------------------------------------
 
-# Estimates of layouts for a graph known by statistics only: row and edge counts, no ids.
-#
 # Model: an edge leads to a random vertex with probability phi (the graph's *mixing*), and stays in
 # its part with probability 1 - phi. For N vertices of mean degree d in m equal parts:
 #
@@ -297,8 +295,6 @@ def estimated_chunks(stats: GraphStats, chunks: int, members: int, method: str) 
 
 # -- mini-batches ----------------------------------------------------------------------------------
 
-# Estimates of mini-batches for a graph known by statistics only: row and edge counts, no ids.
-#
 # Model: vertices belong to classes. A vertex of class k has d_k neighbours, which it can sample,
 # and r_k readers, which can sample it. Both are lognormal over vertices, with the mean degree as
 # their mean and a spread each (GraphStats.batch_spread). In an undirected graph, a vertex with a

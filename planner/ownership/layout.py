@@ -16,8 +16,8 @@ rows that a server computes are its *region*; they are divided among the server'
 that no target reads through the layers after l.
 
 Layer l reads h_{l-1} and writes h_l. `first_varying` (gnn/model.py) is 1 if h_0 are the constant
-features, and 0 if an encoder computes h_0. The planner reads counts and the executor reads indices
-of the same object, so they agree about bytes."""
+features, and 0 if an encoder computes h_0. On a full graph the planner reads counts and the
+executor reads indices of the same object, so they agree about bytes."""
 
 from __future__ import annotations
 
@@ -497,12 +497,9 @@ def expand(graph: Graph, own: np.ndarray, expansion: Expansion, server: int) -> 
 
 # -- chunks of a pipeline --------------------------------------------------------------------------
 
-# Chunks of a graph for a pipeline, each divided among the members of a stage.
-#
 # The members of a stage are its ranks. Member i owns sub-chunk i of every chunk. If another member
 # reads a row for any chunk, the owner sends it the row once per layer, when the row's own chunk is
-# processed. The planner reads counts and the executor reads indices of the same object, so they
-# agree about bytes.
+# processed.
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,9 @@
 
 A group has its own seeds, and a frontier around them (graph/sampling.py). Every vertex has one
 owner in a group. Only the owner samples the vertex's neighbours, loads its features and computes
-its rows, which the owner sends to the ranks that need them."""
+its rows, which the owner sends to the ranks that need them.
+
+The executor samples its own share (executor/minibatch/sampler.py); tests compare both."""
 
 from __future__ import annotations
 
@@ -56,8 +58,8 @@ class Scored:
     """Link prediction: the edges that each rank scores, which means that it computes their loss.
 
     edges: edges that each rank scores [ranks]. sends: rows of h_L that rank i sends to rank j,
-    because they are ends of edges that rank j scores [ranks, ranks]. meets: whether ranks of a
-    group exchange rows of h_L."""
+    because they are ends of edges that rank j scores [ranks, ranks]. exchanges_rows: whether ranks
+    of a group exchange rows of h_L."""
 
     edges: np.ndarray
     sends: RankMatrix
@@ -160,7 +162,8 @@ class FirstLayerSplit(MiniBatch):
 
     whole: the same batch with all layers split. separate: the same batch with a group per rank,
     whose seeds are the rank's own. ids: h (0 or 1) -> ids of the rows of h_h of each rank, if they
-    are not the rows that it owns. first, second: counts of layers 1 and 2."""
+    are not the rows that it owns. first, second: counts of layers 1 and 2. pushed: as in MiniBatch,
+    if layer 1 is split by sources."""
 
     def __init__(
         self,

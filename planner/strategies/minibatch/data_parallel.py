@@ -40,8 +40,7 @@ Bytes per batch, for M ranks, W weights and numbers of b bytes:
 Loaded per batch: F b for each row of a rank's own frontier that no cache has. Sources: DistDGL
 (IA3 2020) for spread features; Quiver (arXiv 2305.10863) for shared caches.
 
-See also supply.py, on_batches.py, feature_store.py, adjacency_store.py in
-this folder; layerwise/step.py for the layers; executor/strategies/minibatch.py.
+See also layerwise/step.py for the layers; executor/strategies/minibatch.py.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ Bytes per batch, for f1 rows and f2 source rows of a rank's layer 1, M ranks and
 Data parallelism with features spread over servers fetches (S-1)/S f2 F b instead. Source: P3 (OSDI
 2021), Sec. 3.1-3.4; copies: Table 5.
 
-See also on_batches.py and ../program for operations; executor/strategies/p3.py.
+See also ../program for operations; executor/strategies/p3.py.
 
 Memory, operation by operation, of as many batches as are in flight:
 
