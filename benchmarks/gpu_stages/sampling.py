@@ -36,7 +36,7 @@ def _drawn(
     graph = graphs.graph(device, vertices, edges, features=8, classes=16)
     layers = len(fanout)
     workload = Workload(model="sage", mode="mini", layers=layers, fanout=fanout, batch=batch)
-    batches = Batches(graph, workload, (0,), None)
+    batches = Batches(graph, workload, (0,), np.zeros(graph.stats.vertices, np.int32))
     samplers = {
         "host": Sampler(batches, 0, ["mean"] * layers),
         "device": Sampler(batches, 0, ["mean"] * layers, device=device),

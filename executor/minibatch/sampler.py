@@ -114,9 +114,7 @@ class Sampler:
         device: torch.device | None = None,
     ) -> None:
         self.graph, self.workload = batches.graph, batches.workload
-        # vertex -> the member of a group that owns it; empty: every group has one rank
-        self.member = np.zeros(0, np.int64) if batches.member is None else batches.member
-        self.whole = batches.graph.csr_edges
+        self.member, self.whole = batches.member, batches.graph.csr_edges
         self.steps, self.groups, self.split = batches.steps, batches.groups, batches.split
         self.me, self.edges, self.timeout_s, self.lists = me, edges, timeout_s, lists
         self.group = self.groups[me]
@@ -145,7 +143,7 @@ class Sampler:
     def __getitem__(self, step: int) -> Sampled:
         workload, (epoch, number) = self.workload, divmod(step, self.steps)
         is_shared = len(self.peers) > 1
-        asks = self.lists is not None and self.lists.asks
+        asks = self.lists is not None and not is_shared  # owners have their lists
         all_items = self.items_in(epoch)[number]
         items = np.array_split(all_items, len(set(self.groups)))[self.group]
         total = weight_of(self.graph, workload, all_items)
@@ -203,9 +201,6 @@ class Sampler:
         if not is_shared and not asks:
             self._record(sampled, Label("draw", step), began)
         self._lay(sampled, step, drawn[::-1])
-        for part in sampled.share.parts:
-            # the rank has the graph's structure: a sampler process need not send it with batches
-            vars(part.block).pop("graph_edges", None)
         return sampled
 
     def _ends(self, pairs: Pairs, own: Ids) -> Ends:
@@ -313,7 +308,7 @@ class Sampler:
             selection = Block(np.arange(drawn.reads.size + 1), index[drawn.reads], source.size)
             source = drawn.reads
             index[source] = np.arange(source.size, dtype=np.int32)
-        # not by `_block`, which would hold the drawn columns while the block is made
+        # no name holds the drawn columns while the block is made
         block = weighted_block(
             self.graph,
             edges,
@@ -328,19 +323,6 @@ class Sampler:
         return Part(
             source, drawn.below.size, give, drawn.takes, drawn.exchanges_rows, block, selection
         )
-
-    def _block(
-        self,
-        edges: str,
-        rows: Ids,
-        source: Ids,
-        indptr: Ids,
-        indices: np.ndarray,
-        part: tuple[int, Ids] | None = None,
-    ) -> Block:
-        """Make the block of drawn edges (`weighted_block`)."""
-        of_layer = rows, source, indptr, indices, self.workload, self._degrees
-        return weighted_block(self.graph, edges, *of_layer, drawn=True, part=part)
 
     def _all_to_all(
         self, sampled: Sampled, label: Label, asked: Sequence[np.ndarray], ranks: Sequence[int]
@@ -477,7 +459,8 @@ class SourceSampler(Sampler):
         self._present[rows[:own]] = False
         self._index[source] = np.arange(source.size, dtype=np.int32)
         part = own, taken(self._degrees[0][rows], self.workload.fanouts[-1])
-        block = self._block(self.edges[0], rows, source, indptr, self._index[columns], part)
+        laid = rows, source, indptr, self._index[columns], self.workload, self._degrees
+        block = weighted_block(self.graph, self.edges[0], *laid, drawn=True, part=part)
         return Part(source, source.size, first.gives, first.takes, False, block), rows
 
     def _read_sums(

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gnnplan.executor.layers.blocks import weighted_block
 from gnnplan.executor.layers.kernels import Block, backward, collecting, gradient_of, root_of
 from gnnplan.executor.layers.layer import ColumnLayer, partial_sums
 from gnnplan.executor.layers.models import Net
@@ -100,7 +101,8 @@ class ColumnSampler(Sampler):
             assert places.size == edges
         indptr = offsets(np.concatenate(degrees))
         dst = source[: first[-1]]
-        merged = self._block(self.edges[0], dst, source, indptr, np.concatenate(indices))
+        laid = dst, source, indptr, np.concatenate(indices), self.workload, self._degrees
+        merged = weighted_block(self.graph, self.edges[0], *laid, drawn=True)
         give, take = [indptr[:0]] * len(self.groups), np.zeros(len(self.groups), np.int64)
         place = self.rail.index(self.me)
         for i, peer in enumerate(self.rail):

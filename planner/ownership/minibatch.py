@@ -70,8 +70,8 @@ class MiniBatch(Layout):
     """The rows of every rank in one mini-batch.
 
     frontiers: the frontier of each group. groups: the group of each rank. member: the member of a
-    group (0 .. size - 1) that owns each vertex, int [N]; None if every group is a single rank.
-    scored: the edges that each rank scores in link prediction; None for losses of labels."""
+    group (0 .. size - 1) that owns each vertex, int32 [N]. scored: the edges that each rank scores
+    in link prediction; None for losses of labels."""
 
     # numbers that rank i sends to rank j to push edges [ranks, ranks]; None: no rank pushes edges
     pushed: np.ndarray | None = None
@@ -81,7 +81,7 @@ class MiniBatch(Layout):
         graph: Graph,
         frontiers: Sequence[Frontier],
         groups: PerRank,
-        member: np.ndarray | None,
+        member: np.ndarray,
         scored: Scored | None = None,
     ) -> None:
         self.scored, self.member = scored, member
@@ -97,11 +97,7 @@ class MiniBatch(Layout):
             last = np.repeat(
                 np.arange(self.layers, -1, -1), np.diff([0, *(rows.size for rows in nodes[::-1])])
             ).astype(np.int16)
-            places = (
-                np.arange(nodes[0].size)
-                if member is None
-                else np.flatnonzero(member[nodes[0]] == place)
-            )
+            places = np.flatnonzero(member[nodes[0]] == place)
             self._places.append(places)
             self._rank_rows.append((nodes[0][places], last[places]))
         self._clear_caches()
@@ -119,11 +115,9 @@ class MiniBatch(Layout):
 
     def crossing(self, layer: int) -> np.ndarray:
         """Return the number of each rank's edges of a layer with a remote source [ranks]."""
-        blocks = (
-            self.block(rank, layer)[1] >= self.piece(rank, layer).local
-            for rank in range(self.ranks)
-        )
-        return np.array([np.count_nonzero(remote) for remote in blocks])
+        sources = (self._edges(rank, layer)[0] for rank in range(self.ranks))
+        pairs = zip(sources, places_in(self.servers), strict=True)
+        return np.array([np.count_nonzero(self.member[ids] != place) for ids, place in pairs])
 
     @property
     def splits(self) -> bool:
@@ -205,7 +199,6 @@ def split_by_destinations(whole: MiniBatch, separate: MiniBatch) -> FirstLayerSp
     """Return the batch in which owners compute the rows of h_1 that any rank of the group needs.
 
     An owner reads all sources of its rows. Ranks exchange rows of h_1 only."""
-    assert whole.member is not None
     ranks, groups = range(whole.ranks), np.array(whole.servers)
     edges = [whole._edges(rank, 1)[0] for rank in ranks]
     read = [np.union1d(whole.rows(rank, 1), edges[rank]) for rank in ranks]
@@ -227,7 +220,6 @@ def split_by_sources(whole: MiniBatch, separate: MiniBatch) -> FirstLayerSplit:
     A rank samples all edges of the rows of h_1 that it needs, and pushes each edge to its source's
     owner. For each row it receives a partial sum from every owner of a source of the row, and from
     the owner of the row itself."""
-    assert whole.member is not None
     partial = [np.zeros(0, np.int64)] * whole.ranks  # ids of each rank's partial sums of h_1
     summed, own, added = np.zeros((3, whole.ranks), dtype=np.int64)
     sends, pushed, nothing = np.zeros((3, whole.ranks, whole.ranks), dtype=np.int64)
@@ -295,7 +287,7 @@ class Batches:
         graph: Graph,
         workload: Workload,
         groups: PerRank,
-        member: np.ndarray | None,
+        member: np.ndarray,
         split: str = "all",
     ) -> None:
         self.graph, self.workload, self.groups = graph, workload, groups
@@ -326,7 +318,8 @@ class Batches:
             return whole
         sampling = self.workload.fanouts, self.workload.seed, *divmod(step, self.steps)
         own = [frontier(self.graph, whole.own(rank), *sampling) for rank in range(whole.ranks)]
-        separate = MiniBatch(self.graph, own, (*range(whole.ranks),), None)
+        alone = tuple(range(whole.ranks)), np.zeros(self.member.size, np.int32)
+        separate = MiniBatch(self.graph, own, *alone)
         return SPLIT[self.split](whole, separate)
 
     def items_in(self, epoch: int) -> list[Ids]:
@@ -347,14 +340,11 @@ class Batches:
             if pairs is None:
                 return None
             members = [rank for rank in range(ranks) if self.groups[rank] == group]
-            if self.member is None:
-                edges[members] = part.size
-                continue
             for member, rank in enumerate(members):
                 edges[rank] = np.count_nonzero(self.member[pairs.heads] == member)
                 wanted = self.member[fetched([pairs], self.member, member)]
                 sends[members, rank] = np.bincount(wanted, minlength=len(members))
-        return Scored(edges, sends, self.member is not None)
+        return Scored(edges, sends, self.splits)
 
     def at(self, step: int) -> MiniBatch:
         """Return the batch of a step; steps count on from epoch to epoch."""

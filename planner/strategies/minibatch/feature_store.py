@@ -327,21 +327,21 @@ def feature_store(
         order = hottest(batches.graph, batches.workload, hot, len(set(batches.groups)), epochs)
         caches: dict[tuple[int, int, range], Ids] = {}  # equal caches are one array
         # the GPUs that cache different rows
-        together = batches.groups if member is not None else servers if shared else range(len(read))
+        together = batches.groups if batches.splits else servers if shared else range(len(read))
         for rank, (place, each) in enumerate(zip(places_in(together), read, strict=True)):
             count = servers.count(servers[rank]) if shared else 1
             if (kind := (place, count, each.columns)) not in caches:
-                eligible = order[place::count] if member is None else order[member[order] == place]
+                eligible = order[member[order] == place] if batches.splits else order[place::count]
                 sizes = row_bytes(problem, eligible, each.columns)
                 caches[kind] = fitting_prefix(eligible, sizes, cache).astype(np.int64)
             yield caches[kind]
 
     def counted() -> Features:
-        graph, member, home = batches.graph, batches.member, None
+        graph, home = batches.graph, None
         held: Sequence[Ids] = [np.zeros(0, np.int64)] * problem.ranks
         with Stopwatch() as watch:
-            if spread and one_group and member is not None:
-                home = np.asarray(problem.servers, np.int32)[member]
+            if spread and one_group:
+                home = np.asarray(problem.servers, np.int32)[batches.member]
             elif spread:
                 servers = np.unique(problem.servers).astype(np.int32)
                 home = servers[partition(graph, servers.size, problem.method)]

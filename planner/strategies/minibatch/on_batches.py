@@ -55,7 +55,7 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Memory, Range, Resident, Rules, Strategy
 from gnnplan.planner.strategies.layerwise import step as layerwise
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions, check_buckets, pays
-from gnnplan.planner.strategies.minibatch.adjacency_store import ENTRY, NEIGHBOUR, Lists
+from gnnplan.planner.strategies.minibatch.adjacency_store import Lists, lists_bytes
 from gnnplan.planner.strategies.minibatch.feature_store import (
     HOT,
     Features,
@@ -379,9 +379,8 @@ def lists_cache(problem: Problem, spread: Strategy) -> int:
     spread: the strategy with spread lists and no cache.
     """
     room = problem.cluster.graph_memory - sum(spread.on_fullest_server(problem).values())
-    all_lists = NEIGHBOUR * problem.stats.edges + ENTRY * problem.stats.vertices
-    cache = int(max(0.0, min(room, all_lists)))
-    return in_two_digits(cache)
+    all_lists = lists_bytes(problem.stats.edges, problem.stats.vertices)
+    return in_two_digits(int(max(0.0, min(room, all_lists))))
 
 
 def proposed_cache(problem: Problem, plain: OnBatches) -> int:
