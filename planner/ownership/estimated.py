@@ -484,8 +484,8 @@ class EstimatedBatch(MiniBatch):
         groups: PerRank,
         needs: list[Expected],
         crossing: float,
-        fullest: float = 1.0,
-        scored: tuple[int, int] | None = None,
+        fullest: float,
+        scored: tuple[int, int] | None,
     ) -> None:
         self.population, self.servers, self.needs = Population.of(stats), groups, needs
         self.layers = self.inside = len(needs[0].edges)

@@ -157,12 +157,13 @@ def hashed(
     batches: Batches,
     structure: str,
     by_rank: bool,
-    cache: int = 0,
-    hot: str = "frequency",
+    cache: int,
+    hot: str,
 ) -> Lists | None:
     """Return lists spread by hash over ranks (`by_rank`) or servers; results are cached.
 
-    cache: bytes of other places' lists that each place caches. None: every sampler has all lists.
+    cache: bytes of other places' lists that each place caches. hot: as the knob `hot`. None: every
+    sampler has all lists.
     """
     places = (
         tuple(range(problem.ranks))

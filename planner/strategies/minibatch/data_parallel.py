@@ -51,7 +51,6 @@ from typing import Self
 
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Bytes, Example, Strategy
-from gnnplan.planner.strategies.minibatch.adjacency_store import Lists, hashed
 from gnnplan.planner.strategies.minibatch.on_batches import (
     OnRows,
     lists_cache,
@@ -95,16 +94,6 @@ class DataParallel(OnRows):
     def candidates(cls, problem: Problem) -> Iterator[Strategy]:
         shared = {"shared_cache": True} if problem.server_count < problem.ranks else {}
         yield from variants(problem, with_one_sampler(problem, cls()), **shared)
-
-    def check(self, problem: Problem) -> None:
-        super().check(problem)
-        self.check_places(problem)
-
-    def lists(self, problem: Problem) -> Lists | None:
-        by_rank = problem.server_count == 1
-        return hashed(
-            problem, self.batches(problem), self.structure, by_rank, self.structure_cache, self.hot
-        )
 
     def more_spread(self, problem: Problem) -> Iterator[Self]:
         if problem.server_count > 1:

@@ -185,7 +185,6 @@ class GSplit(OnRows):
                 "gsplit: every server splits its batch over equally many ranks; use group='all', or"
                 " as many of each server"
             )
-        self.check_places(problem)
 
     def _check_layer_1(self, problem: Problem) -> None:
         """Raise SpecError if layer 1 cannot be split without the other layers."""

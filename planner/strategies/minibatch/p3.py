@@ -103,7 +103,6 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Bytes, Example, Rules, Strategy
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
 from gnnplan.planner.strategies.layerwise.step import Holds, finish
-from gnnplan.planner.strategies.minibatch.adjacency_store import Lists, hashed
 from gnnplan.planner.strategies.minibatch.feature_store import Slice
 from gnnplan.planner.strategies.minibatch.on_batches import (
     OnBatches,
@@ -255,7 +254,6 @@ class P3(OnBatches):
         super().check(problem)
         if why := _why_whole(problem):
             raise SpecError(f"p3: {why}")
-        self.check_places(problem)
         lines = _lines(problem.servers, self.over)
         holders = len(lines[0])
         if any(len(line) != holders for line in lines):
@@ -328,9 +326,8 @@ class P3(OnBatches):
                     spread = replace(fewer, structure="spread", structure_cache=0)
                     yield replace(spread, structure_cache=lists_cache(problem, spread))
 
-    def lists(self, problem: Problem) -> Lists | None:
-        by_rank, batches = self.over == "rank", self.batches(problem)
-        return hashed(problem, batches, self.structure, by_rank, self.structure_cache)
+    def by_rank(self, problem: Problem) -> bool:
+        return self.over == "rank"
 
     def sliced_weights(self, problem: Problem) -> int:
         """Return how many of the first layer's weights are divided with the columns."""
@@ -560,7 +557,7 @@ class Batch:
         facts, peers = list(self.facts.values()), Outer.of(self.rails, True, 1)
         numbers = HEADER + own.rows + own.sources + own.edges
         pushed = Outer.of(self.rails, True, numbers) if self.peers else None
-        host = list(supply.sampling(self.batch, [f.edges for f in facts], pushed, peers))
+        host = list(supply.sampling(self.batch, facts, pushed, peers))
         if self.p3.prefetch:
             host.append(Op("wait", work=Compute(), idle=True))
         front = [Op("load", work=supply.copied(self.batch, facts)), *supply.gathered(self.batch)]

@@ -72,7 +72,7 @@ class Supply:
     prefetch: int
     store: Features
     lists: Lists | None
-    pushes: bool = False
+    pushes: bool
 
     @property
     def lays_there(self) -> bool:
@@ -120,14 +120,15 @@ class Supply:
     def sampling(
         self,
         batch: MiniBatch,
-        edges: Sequence[np.ndarray],
+        facts: Sequence[LayerCounts],
         pushed: RankMatrix | None,
         peers: RankMatrix,
     ) -> Iterator[Op]:
         """Yield the operations of samplers on a batch.
 
-        edges: edges of each layer that each rank lays out [ranks]. pushed: as `MiniBatch.pushed`.
-        peers: 1 for every two ranks that may send each other ids or edges [ranks, ranks].
+        facts: counts of layers 1 .. L, of the edges that each rank lays out. pushed: as
+        `MiniBatch.pushed`. peers: 1 for every two ranks that may send each other ids or edges
+        [ranks, ranks].
         """
         layers, specs = range(1, batch.layers + 1), self.problem.model.layers
         # whether a GPU's sampling is counted as computation; some clusters have a measured rate
@@ -148,7 +149,7 @@ class Supply:
             yield from sized_exchange("push", pushed, peers, ahead="host", itemsize=NEIGHBOUR)
         # edges of 'mean' are the unit: others have self edges or other weights
         weights = [LAID[spec.edges][0] / LAID["mean"][0] for spec in specs]
-        laid = np.sum([w * each for w, each in zip(weights, edges, strict=True)], axis=0)
+        laid = np.sum([w * f.edges for w, f in zip(weights, facts, strict=True)], axis=0)
         relaid = 0 if batch.pushed is None else RELAID * batch.sampled(1)
         yield self._sampled("lay", laid + relaid)
 
