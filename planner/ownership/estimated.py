@@ -325,7 +325,7 @@ def estimated_chunks(stats: GraphStats, chunks: int, members: int, method: str) 
 # times in a layer, each other rank asks for the vertex with probability 1 - exp(-t_k phi / m).
 
 
-CLASSES = 100  # classes of vertices; a directed graph has all pairs of 25 values of d and 25 of r
+VERTEX_CLASSES = 100  # a directed graph has all pairs of 25 values of d and 25 of r
 LOWEST = -5.0  # the lowest class [standard deviations]
 # directed -> spread of graphs whose spreads were not counted: means of nine undirected graphs (1.0
 # to 1.8) and of four directed ones (1.3 to 2.2)
@@ -358,7 +358,7 @@ class Population:
         spreads = stats.batch_spread or (USUAL[stats.directed],) * 2
         # the highest class: one vertex is expected beyond it [standard deviations]
         highest = max(1.0, float(ndtri(1.0 - 1.0 / max(stats.vertices, 3))))
-        z = np.linspace(LOWEST, highest, CLASSES // 4 if stats.directed else CLASSES)
+        z = np.linspace(LOWEST, highest, VERTEX_CLASSES // 4 if stats.directed else VERTEX_CLASSES)
         density = np.exp(-z * z / 2)
         d, r = (_lognormal(z, density, spread, mean) for spread in spreads)
         if not stats.directed:

@@ -342,7 +342,7 @@ class P3(OnBatches):
     # -- operations and memory -----------------------------------------------------------------
 
     def step(self, problem: Problem, batch: MiniBatch) -> Step:
-        return Batch(self, problem, batch).ops()
+        return BatchOps(self, problem, batch).ops()
 
     def program(self, problem: Problem) -> Program:
         program = super().program(problem)
@@ -368,7 +368,7 @@ class P3(OnBatches):
             elsewhere = supply.peak(supply.sampling_peak)
         elif problem.on_cpu:  # with GPUs batches wait in the server's memory
             waiting = self.prefetch
-        blocks = supply.peak(lambda batch: Batch(self, problem, batch).blocks())
+        blocks = supply.peak(lambda batch: BatchOps(self, problem, batch).blocks())
         return Resident(
             {
                 # a version has a gradient, but no optimizer state; evaluation has the whole model
@@ -518,7 +518,7 @@ def sliced(problem: Problem, columns: range) -> Model:
     return replace(problem.model, layers=layers, inputs=inputs)
 
 
-class Batch:
+class BatchOps:
     """The operations of one batch on all ranks, and their memory [ranks] [B]."""
 
     def __init__(self, p3: P3, problem: Problem, batch: MiniBatch) -> None:
