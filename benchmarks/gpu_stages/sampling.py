@@ -39,7 +39,7 @@ def _drawn(
     batches = Batches(graph, workload, (0,), np.zeros(graph.stats.vertices, np.int32))
     samplers = {
         "host": Sampler(batches, 0, ["mean"] * layers),
-        "device": Sampler(batches, 0, ["mean"] * layers, device=device),
+        "device": Sampler(batches, 0, ["mean"] * layers, device=device, lays_on_device=True),
     }
     found, shares = list[Row](), {}
     for where, sampler in samplers.items():

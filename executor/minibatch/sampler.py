@@ -30,7 +30,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, ClassVar, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -69,14 +69,11 @@ _opened = itertools.count()  # numbers samplers: all ranks open them in the same
 
 @dataclass
 class Sampled:
-    """A share, with the spans and the bytes sent, by operation, of sampling it.
-
-    worker: the worker of the share whose rows are loaded ahead (strategies/minibatch.py)."""
+    """A share, with the spans and the bytes sent, by operation, of sampling it."""
 
     share: Share
     spans: list[Span] = field(default_factory=list)
     sent: dict[str, int] = field(default_factory=dict)
-    worker: Any = None
 
 
 class Drawn(NamedTuple):
@@ -98,11 +95,11 @@ class Sampler:
 
     edges: the kind of each layer's edges (executor/layers/layer.py). lists: the ranks that hold
     each adjacency list; None: every rank holds all. device: draws neighbours; None: the host draws.
+    lays_on_device: the device also lays out blocks, which needs no data of other ranks.
     """
 
     lane = ""  # of the spans, if a thread of the rank calls the sampler
     turn, samplers = 0, 1  # this sampler's number, among the samplers of a rank that alternate
-    pushes: ClassVar[bool] = False  # the sampler sends drawn edges to other ranks
 
     def __init__(
         self,
@@ -112,6 +109,7 @@ class Sampler:
         timeout_s: float = 30.0,
         lists: Structure | None = None,
         device: torch.device | None = None,
+        lays_on_device: bool = False,
     ) -> None:
         self.graph, self.workload = batches.graph, batches.workload
         self.member, self.whole = batches.member, batches.graph.csr_edges
@@ -132,13 +130,8 @@ class Sampler:
         self._index = np.empty(self.graph.stats.vertices, dtype=np.int32)
         self._present = np.zeros(self._index.size, dtype=bool)
         # adjacency lists on the device that draws neighbours
-        self.device_lists = None if device is None else sampling.Lists(self.graph, device)
-
-    @property
-    def lays_on_device(self) -> bool:
-        """Whether the device that draws neighbours also lays out blocks."""
-        unshared = len(self.peers) == 1 and self.lists is None and not self.pushes
-        return self.device_lists is not None and unshared
+        self.device_graph = None if device is None else sampling.DeviceGraph(self.graph, device)
+        self.lays_on_device = lays_on_device
 
     def __getitem__(self, step: int) -> Sampled:
         workload, (epoch, number) = self.workload, divmod(step, self.steps)
@@ -238,8 +231,8 @@ class Sampler:
             assert not remote.size, (
                 f"rank {self.me} has no adjacency lists of vertices {remote[:8].tolist()}"
             )
-        if self.device_lists is not None:
-            return self.device_lists.draw(rows, fanout, key)
+        if self.device_graph is not None:
+            return self.device_graph.draw(rows, fanout, key)
         indptr, places = draw(self.graph, rows, fanout, key)
         return indptr, self.graph.indices[places]
 
@@ -278,15 +271,15 @@ class Sampler:
 
         Layer 1's source rows begin with the source rows of every other layer.
         """
-        workload, lists, began = self.workload, self.device_lists, now()
-        assert lists is not None
+        workload, graph, began = self.workload, self.device_graph, now()
+        assert graph is not None
         batch = workload.seed, *divmod(step, self.steps)
         keys = [key_of(*batch, workload.layers - hop) for hop in range(workload.layers)]
-        drawn = lists.draw_layers(sampled.share.own, workload.fanouts, keys)
+        drawn = graph.draw_layers(sampled.share.own, workload.fanouts, keys)
         self._record(sampled, Label("draw", step), began)
         with self._span(sampled, Label("lay", step)):
             blocks = [
-                lists.lay_block(kind, each, workload)
+                graph.lay_block(kind, each, workload)
                 for kind, each in zip(self.edges, drawn, strict=True)
             ]
             device_ids = drawn[0].below.long()
@@ -393,13 +386,8 @@ def missing(present: Bools, parts: Sequence[np.ndarray]) -> Ids:
 
 
 def drawing_device(rank: Rank, supply: Supply) -> torch.device | None:
-    """Return the rank's GPU if it draws neighbours: it holds all lists. None: the host draws.
-
-    Sampler processes always draw on the host, since a fork cannot use CUDA.
-    """
-    inline = supply.lays_there or not supply.prefetch
-    draws = rank.device.type == "cuda" and inline and supply.lists_there == 1.0
-    return rank.device if draws else None
+    """Return the rank's GPU if it draws neighbours; None: the host draws."""
+    return rank.device if rank.device.type == "cuda" and supply.draws_there else None
 
 
 class SourceSampler(Sampler):

@@ -60,8 +60,6 @@ class Pushed(Part):
 class ColumnSampler(Sampler):
     """A sampler that pushes layer 1's block to its rail."""
 
-    pushes = True
-
     def __init__(self, *args: Any, rail: Sequence[int], **options: Any) -> None:
         super().__init__(*args, **options)
         self.rail = list(rail)
@@ -254,7 +252,7 @@ class Worker(OnBatches):
 
     def _front(self, step: int) -> PendingBatch:
         """Compute partial sums of layer 1, and start to exchange them with peers."""
-        rank, share = self.rank, self.arriving.next(step).share
+        rank, share = self.rank, self.arriving.next(step)[0]
         net = self.nets[step % len(self.nets)]
         if net is not self.sliced:
             for stashed, p in zip(net.parameters(), self.sliced.parameters(), strict=True):
@@ -466,7 +464,7 @@ class Worker(OnBatches):
         fill(self.state(), state)
         recording, self.rank.recorder.recording = self.rank.recorder.recording, False
         for step in self.resumed_steps:
-            batch = self.batches[step] = self._run_first_layer(step, self.arriving.next(step).share)
+            batch = self.batches[step] = self._run_first_layer(step, self.arriving.next(step)[0])
             batch.gradient, pushed = (
                 state[f"flight.{step}.{name}"].to(self.rank.device, copy=True)
                 for name in ("own", "pushed")
