@@ -134,10 +134,10 @@ def bytes_at(problem: Problem, lists: Lists | None, ranks: Sequence[int]) -> flo
     return lists_bytes(edges, offsets_and_degrees)
 
 
-E = TypeVar("E", float, Ints)
+Count = TypeVar("Count", float, Ints)
 
 
-def lists_bytes(edges: E, entries: int = 1) -> E:
+def lists_bytes(edges: Count, entries: int = 1) -> Count:
     """Return the bytes of lists of `edges` edges in all, and of `entries` offsets or degrees."""
     return NEIGHBOUR * edges + ENTRY * entries
 
@@ -183,14 +183,14 @@ def hashed(
         graph = batches.graph
         home = (np.arange(graph.stats.vertices) % count).astype(np.int32)
         kept = home == np.arange(count)[:, None]
-        order, sizes = np.zeros(0, np.int64), lists_bytes(graph.degree)
         if cache:
             # A hub's list is read often, but takes as many bytes as thousands of other lists.
             reads = heat(graph, batches.workload, hot, problem.ranks)
+            sizes = lists_bytes(graph.degree)
             order = np.argsort(-reads / sizes, kind="stable")  # by reads per byte, the most first
-        for place in range(count):
-            others = order[home[order] != place]
-            kept[place, fitting_prefix(others, sizes[others], cache)] = True
+            for place in range(count):
+                others = order[home[order] != place]
+                kept[place, fitting_prefix(others, sizes[others], cache)] = True
         return Structure(places, home, kept, graph.degree)
 
     make = estimated if isinstance(batches, EstimatedBatches) else counted
