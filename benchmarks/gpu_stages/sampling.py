@@ -36,10 +36,10 @@ def _drawn(
     graph = graphs.graph(device, vertices, edges, features=8, classes=16)
     layers = len(fanout)
     workload = Workload(model="sage", mode="mini", layers=layers, fanout=fanout, batch=batch)
-    batches = Batches(graph, workload, (0,), None)
+    batches = Batches(graph, workload, (0,), np.zeros(graph.stats.vertices, np.int32))
     samplers = {
         "host": Sampler(batches, 0, ["mean"] * layers),
-        "device": Sampler(batches, 0, ["mean"] * layers, device=device),
+        "device": Sampler(batches, 0, ["mean"] * layers, device=device, lays_on_device=True),
     }
     found, shares = list[Row](), {}
     for where, sampler in samplers.items():

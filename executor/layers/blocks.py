@@ -101,10 +101,9 @@ def weighted_block(
     block = Block(indptr.astype(np.int32), indices, src.size, own=own)
     if edges in ("one", "loop"):
         if workload.is_cut:
-            block.source, block.graph_edges = (
-                torch.from_numpy(src.astype(np.int64)),
-                graph.csr_edges,
-            )
+            block.source = torch.from_numpy(src.astype(np.int64))
+            if not drawn:  # a sampler process does not send the whole graph with its batches
+                block.graph_edges = graph.csr_edges
         return block
     ins, outs = _degrees(graph, dst, src) if degrees is None else (degrees[0][dst], degrees[1][src])
     return weighed(block, edges, workload, ins, outs, taken if drawn else None)

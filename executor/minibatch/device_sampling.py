@@ -27,7 +27,7 @@ from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.sampling import Ids
 
 
-class Drawn(NamedTuple):
+class DrawnOnDevice(NamedTuple):
     """A layer's edges on the device, all int32 but `indptr`."""
 
     rows: int  # number of rows of h_l, the first rows of `below`
@@ -36,7 +36,7 @@ class Drawn(NamedTuple):
     indices: Tensor  # places of the drawn neighbours among `below` [E]
 
 
-class Lists:
+class DeviceGraph:
     """A graph's adjacency lists on a device."""
 
     def __init__(self, graph: Graph, device: torch.device) -> None:
@@ -68,20 +68,20 @@ class Lists:
 
     def draw_layers(
         self, rows: Ids, fanouts: Sequence[int], keys: Sequence[NDArray[np.uint64]]
-    ) -> list[Drawn]:
+    ) -> list[DrawnOnDevice]:
         """Draw neighbours for layers L .. 1 around distinct `rows` of h_L -> layers 1 .. L.
 
         fanouts and keys are in the order of layers L .. 1. The host waits twice per layer.
         """
-        layer_rows, layers = self._to_device(rows).int(), list[Drawn]()
+        layer_rows, layers = self._to_device(rows).int(), list[DrawnOnDevice]()
         for fanout, key in zip(fanouts, keys, strict=True):
             indptr, columns = self._draw(layer_rows, fanout, key)
             below, indices = place_rows(layer_rows, columns)
-            layers.append(Drawn(len(layer_rows), below, indptr, indices))
+            layers.append(DrawnOnDevice(len(layer_rows), below, indptr, indices))
             layer_rows = below
         return layers[::-1]
 
-    def lay_block(self, edges: str, drawn: Drawn, workload: Workload) -> Block:
+    def lay_block(self, edges: str, drawn: DrawnOnDevice, workload: Workload) -> Block:
         """Make the Block that `weighted_block` makes of edges of this kind, equal to the bit."""
         rows, ids, indptr, indices = drawn
         count, own = indptr.diff(), torch.arange(rows + 1, dtype=torch.int32, device=indptr.device)

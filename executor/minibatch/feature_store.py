@@ -27,7 +27,7 @@ from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.sampling import Ids
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.minibatch.feature_store import CLASSES, HIT, HOST, Store
+from gnnplan.planner.strategies.minibatch.feature_store import HIT, HOST, SOURCES, Store
 from gnnplan.planner.strategies.minibatch.supply import Supply
 from gnnplan.planner.vocabulary.files import cache_dir
 from gnnplan.planner.vocabulary.numbers import split
@@ -39,7 +39,7 @@ LARGE = 16 << 20  # [B] least size of features that are mapped from a file
 class FeatureStore:
     """One rank's part of the store.
 
-    rows: class of a read (CLASSES) -> number of rows read.
+    rows: source (SOURCES) -> number of rows read.
     """
 
     def __init__(self, rank: Rank, supply: Supply) -> None:
@@ -193,10 +193,10 @@ class FeatureStore:
         return _merge(parts, ids.size, self.rank.device)
 
     def _count(self, kind: np.ndarray) -> None:
-        """Count rows by class. kind [R]: indices into CLASSES."""
+        """Count rows by source. kind [R]: indices into SOURCES."""
         if self.rank.recorder.recording:
-            counts = np.bincount(kind, minlength=len(CLASSES)).tolist()
-            self.rows.update(dict(zip(CLASSES, counts, strict=True)))
+            counts = np.bincount(kind, minlength=len(SOURCES)).tolist()
+            self.rows.update(dict(zip(SOURCES, counts, strict=True)))
 
 
 def _of_columns(graph: Graph, columns: range) -> Graph:

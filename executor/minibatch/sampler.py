@@ -7,18 +7,14 @@ neighbours. For layers l = L .. 1 the sampler does:
     ids l     (GSplit) send the ids of neighbours to their owners, and receive the own vertices that
               peers have drawn. Own rows of h_{l-1} are the rows of h_l, then new vertices, sorted
 
-              (if only the first layer is split) for l = 2 only. Down to h_1 own rows are all rows
-              that the own seeds need; below, the own vertices that any member of the group needs
+              With split='first', ids are sent for l = 2 only. Own rows of h_1 are then the rows
+              that the group needs and this rank owns.
 
     lay       lay out a block per layer. The ids received say which rows the exchanges of the
               forward and backward pass send
 
-If adjacency lists are spread over ranks (planner/strategies/minibatch/adjacency_store.py), the
-sampler holds a share of the lists, and does:
-
-    ask_edges l   send ids of vertices to the ranks that hold their lists
-    draw l        draw neighbours of vertices with lists here, for own rows and for other ranks
-    edges l       send neighbours to the ranks that asked
+If adjacency lists are spread over ranks, samplers ask each other to draw
+(planner/strategies/minibatch/adjacency_store.py).
 
 If no sampler asks another and neighbours are drawn on a GPU, blocks are laid out there, too
 (device_sampling.py).
@@ -34,7 +30,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, ClassVar, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -73,14 +69,11 @@ _opened = itertools.count()  # numbers samplers: all ranks open them in the same
 
 @dataclass
 class Sampled:
-    """A share, with the spans and the bytes sent, by operation, of sampling it.
-
-    worker: the worker of the share whose rows are loaded ahead (strategies/minibatch.py)."""
+    """A share, with the spans and the bytes sent, by operation, of sampling it."""
 
     share: Share
     spans: list[Span] = field(default_factory=list)
     sent: dict[str, int] = field(default_factory=dict)
-    worker: Any = None
 
 
 class Drawn(NamedTuple):
@@ -102,11 +95,11 @@ class Sampler:
 
     edges: the kind of each layer's edges (executor/layers/layer.py). lists: the ranks that hold
     each adjacency list; None: every rank holds all. device: draws neighbours; None: the host draws.
+    lays_on_device: the device also lays out blocks, which needs no data of other ranks.
     """
 
     lane = ""  # of the spans, if a thread of the rank calls the sampler
     turn, samplers = 0, 1  # this sampler's number, among the samplers of a rank that alternate
-    pushes: ClassVar[bool] = False  # the sampler sends drawn edges to other ranks
 
     def __init__(
         self,
@@ -116,11 +109,10 @@ class Sampler:
         timeout_s: float = 30.0,
         lists: Structure | None = None,
         device: torch.device | None = None,
+        lays_on_device: bool = False,
     ) -> None:
         self.graph, self.workload = batches.graph, batches.workload
-        # vertex -> the member of a group that owns it; empty: every group has one rank
-        self.member = np.zeros(0, np.int64) if batches.member is None else batches.member
-        self.whole = batches.graph.csr_edges
+        self.member, self.whole = batches.member, batches.graph.csr_edges
         self.steps, self.groups, self.split = batches.steps, batches.groups, batches.split
         self.me, self.edges, self.timeout_s, self.lists = me, edges, timeout_s, lists
         self.group = self.groups[me]
@@ -138,18 +130,13 @@ class Sampler:
         self._index = np.empty(self.graph.stats.vertices, dtype=np.int32)
         self._present = np.zeros(self._index.size, dtype=bool)
         # adjacency lists on the device that draws neighbours
-        self.device_lists = None if device is None else sampling.Lists(self.graph, device)
-
-    @property
-    def lays_on_device(self) -> bool:
-        """Whether the device that draws neighbours also lays out blocks."""
-        unshared = len(self.peers) == 1 and self.lists is None and not self.pushes
-        return self.device_lists is not None and unshared
+        self.device_graph = None if device is None else sampling.DeviceGraph(self.graph, device)
+        self.lays_on_device = lays_on_device
 
     def __getitem__(self, step: int) -> Sampled:
         workload, (epoch, number) = self.workload, divmod(step, self.steps)
         is_shared = len(self.peers) > 1
-        asks = self.lists is not None and self.lists.asks
+        asks = self.lists is not None and not is_shared  # owners have their lists
         all_items = self.items_in(epoch)[number]
         items = np.array_split(all_items, len(set(self.groups)))[self.group]
         total = weight_of(self.graph, workload, all_items)
@@ -207,9 +194,6 @@ class Sampler:
         if not is_shared and not asks:
             self._record(sampled, Label("draw", step), began)
         self._lay(sampled, step, drawn[::-1])
-        for part in sampled.share.parts:
-            # the rank has the graph's structure: a sampler process need not send it with batches
-            vars(part.block).pop("graph_edges", None)
         return sampled
 
     def _ends(self, pairs: Pairs, own: Ids) -> Ends:
@@ -247,8 +231,8 @@ class Sampler:
             assert not remote.size, (
                 f"rank {self.me} has no adjacency lists of vertices {remote[:8].tolist()}"
             )
-        if self.device_lists is not None:
-            return self.device_lists.draw(rows, fanout, key)
+        if self.device_graph is not None:
+            return self.device_graph.draw(rows, fanout, key)
         indptr, places = draw(self.graph, rows, fanout, key)
         return indptr, self.graph.indices[places]
 
@@ -287,15 +271,15 @@ class Sampler:
 
         Layer 1's source rows begin with the source rows of every other layer.
         """
-        workload, lists, began = self.workload, self.device_lists, now()
-        assert lists is not None
+        workload, graph, began = self.workload, self.device_graph, now()
+        assert graph is not None
         batch = workload.seed, *divmod(step, self.steps)
         keys = [key_of(*batch, workload.layers - hop) for hop in range(workload.layers)]
-        drawn = lists.draw_layers(sampled.share.own, workload.fanouts, keys)
+        drawn = graph.draw_layers(sampled.share.own, workload.fanouts, keys)
         self._record(sampled, Label("draw", step), began)
         with self._span(sampled, Label("lay", step)):
             blocks = [
-                lists.lay_block(kind, each, workload)
+                graph.lay_block(kind, each, workload)
                 for kind, each in zip(self.edges, drawn, strict=True)
             ]
             device_ids = drawn[0].below.long()
@@ -317,7 +301,7 @@ class Sampler:
             selection = Block(np.arange(drawn.reads.size + 1), index[drawn.reads], source.size)
             source = drawn.reads
             index[source] = np.arange(source.size, dtype=np.int32)
-        # not by `_block`, which would hold the drawn columns while the block is made
+        # no name holds the drawn columns while the block is made
         block = weighted_block(
             self.graph,
             edges,
@@ -332,19 +316,6 @@ class Sampler:
         return Part(
             source, drawn.below.size, give, drawn.takes, drawn.exchanges_rows, block, selection
         )
-
-    def _block(
-        self,
-        edges: str,
-        rows: Ids,
-        source: Ids,
-        indptr: Ids,
-        indices: np.ndarray,
-        part: tuple[int, Ids] | None = None,
-    ) -> Block:
-        """Make the block of drawn edges (`weighted_block`)."""
-        of_layer = rows, source, indptr, indices, self.workload, self._degrees
-        return weighted_block(self.graph, edges, *of_layer, drawn=True, part=part)
 
     def _all_to_all(
         self, sampled: Sampled, label: Label, asked: Sequence[np.ndarray], ranks: Sequence[int]
@@ -415,13 +386,8 @@ def missing(present: Bools, parts: Sequence[np.ndarray]) -> Ids:
 
 
 def drawing_device(rank: Rank, supply: Supply) -> torch.device | None:
-    """Return the rank's GPU if it draws neighbours: it holds all lists. None: the host draws.
-
-    Sampler processes always draw on the host, since a fork cannot use CUDA.
-    """
-    inline = supply.lays_there or not supply.prefetch
-    draws = rank.device.type == "cuda" and inline and supply.lists_there == 1.0
-    return rank.device if draws else None
+    """Return the rank's GPU if it draws neighbours; None: the host draws."""
+    return rank.device if rank.device.type == "cuda" and supply.draws_there else None
 
 
 class SourceSampler(Sampler):
@@ -481,7 +447,8 @@ class SourceSampler(Sampler):
         self._present[rows[:own]] = False
         self._index[source] = np.arange(source.size, dtype=np.int32)
         part = own, taken(self._degrees[0][rows], self.workload.fanouts[-1])
-        block = self._block(self.edges[0], rows, source, indptr, self._index[columns], part)
+        laid = rows, source, indptr, self._index[columns], self.workload, self._degrees
+        block = weighted_block(self.graph, self.edges[0], *laid, drawn=True, part=part)
         return Part(source, source.size, first.gives, first.takes, False, block), rows
 
     def _read_sums(

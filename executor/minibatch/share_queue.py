@@ -21,18 +21,22 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import torch
 
 from gnnplan.executor.minibatch.sampler import Sampled, Sampler
+from gnnplan.executor.minibatch.share import Share
 from gnnplan.executor.ranks.rank import SCRATCH, Rank, die_with_parent
 from gnnplan.planner.vocabulary.errors import LostRank
 from gnnplan.planner.vocabulary.schedule import Label
 
 LOOK_S = 0.25  # [s] between two checks of a sampler
+T = TypeVar("T")
+Arrival = tuple[Sampled, T | None]  # a share, and what `load` returned if it was called
 
 
-class ShareQueue:
+class ShareQueue(Generic[T]):
     """The queue of a rank's shares from step `first` on.
 
     Without `prefetch`, `next` samples a share. With it, `prefetch` processes sample ahead, and a
@@ -45,11 +49,11 @@ class ShareQueue:
         sampler: Sampler,
         prefetch: int,
         first: int = 0,
-        load: Callable[[int, Sampled], object] | None = None,
+        load: Callable[[int, Sampled], T] | None = None,
     ) -> None:
         self.rank, self.sampler, self.prefetch, self.load = rank, sampler, prefetch, load
         self.first = first
-        self.loading: Future[Sampled] | None = None  # the next share, if `load` is given
+        self.loading: Future[Arrival[T]] | None = None  # the next share, if `load` is given
         self.is_receiving = False  # the thread waits for a sampler
         self.processes: Sequence[tuple[BaseProcess, Connection]] = ()  # samplers, with their pipes
         if prefetch and sampler.lays_on_device:
@@ -84,22 +88,25 @@ class ShareQueue:
         all_forked.set()
         return processes
 
-    def next(self, step: int) -> Sampled:
-        """Return the share of a step. Call it for steps in order."""
-        rank = self.rank
+    def next(self, step: int) -> tuple[Share, T | None]:
+        """Return the share of a step, and the result of `load` if it was called for the share.
+
+        Call it for steps in order.
+        """
+        rank, loaded = self.rank, None
         if not self.prefetch:
             rank.recorder.activity.begin("host", str(Label("draw", step)))
             sampled = self._add_structure(self.sampler[step])
             rank.recorder.activity.end("host")
         else:
             with rank.recorder.span(Label("wait", step), "compute"):
-                sampled = self._await(step)
+                sampled, loaded = self._await(step)
         if rank.recorder.recording:
             for op, nbytes in sampled.sent.items():
                 rank.recorder.sent[op] = rank.recorder.sent.get(op, 0) + nbytes
             if step < rank.recorder.traced:
                 rank.recorder.spans += sampled.spans
-        return sampled
+        return sampled.share, loaded
 
     def _add_structure(self, sampled: Sampled) -> Sampled:
         """Set the blocks' graph structure, which a sampler process does not send."""
@@ -108,31 +115,29 @@ class ShareQueue:
                 part.block.graph_edges = self.sampler.whole
         return sampled
 
-    def _await(self, step: int) -> Sampled:
+    def _await(self, step: int) -> Arrival[T]:
         """Wait for the step's share, then let the thread start to load the next share.
 
         Raises LostRank if the sampler is lost, or silent for too long."""
         try:
-            sampled = self._wait_for(self.loading or self._start_load(step), step)
+            arrived = self._wait_for(self.loading or self._start_load(step), step)
             self.loading = self._start_load(step + 1) if self.load else None
         except BaseException:
             self._kill()
             raise
-        return sampled
+        return arrived
 
-    def _start_load(self, step: int) -> Future[Sampled]:
+    def _start_load(self, step: int) -> Future[Arrival[T]]:
         """Let the thread receive and load a step's share."""
 
-        def receive_and_load() -> Sampled:
+        def receive_and_load() -> Arrival[T]:
             sampled = self._receive(step) if self.processes else self.sampler[step]
             sampled = self._add_structure(sampled)
-            if self.load:
-                self.load(step, sampled)
-            return sampled
+            return sampled, self.load(step, sampled) if self.load else None
 
         return self.rank.lanes.in_thread("load", receive_and_load)
 
-    def _wait_for(self, future: Future[Sampled], step: int) -> Sampled:
+    def _wait_for(self, future: Future[Arrival[T]], step: int) -> Arrival[T]:
         """Wait for the thread's share. Raises LostRank after the timeout.
 
         Only time in which this rank waits for a sampler counts: not a load, nor time in which the

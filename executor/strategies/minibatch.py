@@ -87,7 +87,7 @@ class OnBatches(base.Worker):
         strategy: DataParallel | GSplit | P3,
         first: int,
         sampler: Callable[..., Sampler],
-        load: Callable[[int, Sampled], object] | None = None,
+        load: Callable[[int, Sampled], layerwise.Worker] | None = None,
     ) -> None:
         """first: the step of the first batch. load: loads a batch while the rank trains."""
         self.rank, self.problem, supply = rank, problem, strategy.supply(problem)
@@ -99,8 +99,10 @@ class OnBatches(base.Worker):
         lists, device = supply.lists, drawing_device(rank, supply)
         assert lists is None or isinstance(lists, Structure)
         rank.groups.await_all(None)  # samplers wait for each other no longer than for a message
-        arguments = supply.batches, rank.rank, self.net.edges, rank.groups.timeout_s, lists, device
-        self.arriving = ShareQueue(rank, sampler(*arguments), strategy.prefetch, first, load)
+        lays_on_device = device is not None and supply.lays_there
+        own = supply.batches, rank.rank, self.net.edges
+        ours = sampler(*own, rank.groups.timeout_s, lists, device, lays_on_device)
+        self.arriving = ShareQueue(rank, ours, strategy.prefetch, first, load)
 
     def _load(self, share: Share, span: _Recorded, others: T) -> tuple[Tensor, T]:
         """Copy to the device: a share's rows in the server's memory, and `others`.
@@ -160,9 +162,9 @@ class Worker(OnBatches):
         Returns this rank's part of the batch's contribution to the mean loss over all training
         vertices (edges), and its rows of the last layer [own seeds, C].
         """
-        sampled = self.arriving.next(step)
-        share, span = sampled.share, partial(self.rank.recorder.span, Label("load", step), "copy")
-        worker = sampled.worker or self._open(share, span)
+        share, worker = self.arriving.next(step)
+        span = partial(self.rank.recorder.span, Label("load", step), "copy")
+        worker = worker or self._open(share, span)
         worker.learner = self.learner
         worker.features = self._features(share, worker, step)
         self.scorers = [worker.targets]
@@ -177,8 +179,8 @@ class Worker(OnBatches):
             self.rank, self.problem, share, self.options, self.net, batch=total, transfer=transfer
         )
 
-    def _load_ahead(self, step: int, sampled: Sampled) -> None:
-        """Load a share for the worker that trains on it; in a thread, with its own stream."""
+    def _load_ahead(self, step: int, sampled: Sampled) -> layerwise.Worker:
+        """Make the worker that trains on a share and load its rows, in a thread with a stream."""
         label, device = Label("load", step), self.rank.device
 
         @contextmanager
@@ -190,7 +192,7 @@ class Worker(OnBatches):
             timed = "copy", began, now(), nbytes, step
             sampled.spans.append(Span(str(label), label.op, self.rank.rank, *timed))
 
-        sampled.worker = self._open(sampled.share, span)
+        return self._open(sampled.share, span)
 
     def _features(self, share: Share, worker: layerwise.Worker, step: int) -> Tensor:
         """Return the rows that layer 1 or the encoder reads: own rows, and the halo from owners."""

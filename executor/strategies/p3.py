@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gnnplan.executor.layers.blocks import weighted_block
 from gnnplan.executor.layers.kernels import Block, backward, collecting, gradient_of, root_of
 from gnnplan.executor.layers.layer import ColumnLayer, partial_sums
 from gnnplan.executor.layers.models import Net
@@ -58,8 +59,6 @@ class Pushed(Part):
 
 class ColumnSampler(Sampler):
     """A sampler that pushes layer 1's block to its rail."""
-
-    pushes = True
 
     def __init__(self, *args: Any, rail: Sequence[int], **options: Any) -> None:
         super().__init__(*args, **options)
@@ -100,7 +99,8 @@ class ColumnSampler(Sampler):
             assert places.size == edges
         indptr = offsets(np.concatenate(degrees))
         dst = source[: first[-1]]
-        merged = self._block(self.edges[0], dst, source, indptr, np.concatenate(indices))
+        laid = dst, source, indptr, np.concatenate(indices), self.workload, self._degrees
+        merged = weighted_block(self.graph, self.edges[0], *laid, drawn=True)
         give, take = [indptr[:0]] * len(self.groups), np.zeros(len(self.groups), np.int64)
         place = self.rail.index(self.me)
         for i, peer in enumerate(self.rail):
@@ -252,7 +252,7 @@ class Worker(OnBatches):
 
     def _front(self, step: int) -> PendingBatch:
         """Compute partial sums of layer 1, and start to exchange them with peers."""
-        rank, share = self.rank, self.arriving.next(step).share
+        rank, share = self.rank, self.arriving.next(step)[0]
         net = self.nets[step % len(self.nets)]
         if net is not self.sliced:
             for stashed, p in zip(net.parameters(), self.sliced.parameters(), strict=True):
@@ -464,7 +464,7 @@ class Worker(OnBatches):
         fill(self.state(), state)
         recording, self.rank.recorder.recording = self.rank.recorder.recording, False
         for step in self.resumed_steps:
-            batch = self.batches[step] = self._run_first_layer(step, self.arriving.next(step).share)
+            batch = self.batches[step] = self._run_first_layer(step, self.arriving.next(step)[0])
             batch.gradient, pushed = (
                 state[f"flight.{step}.{name}"].to(self.rank.device, copy=True)
                 for name in ("own", "pushed")

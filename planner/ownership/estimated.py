@@ -1,4 +1,4 @@
-"""Estimates for a graph known by statistics only: counts of layouts and of mini-batches."""
+"""Estimates for a graph known by statistics only: counts of layouts and mini-batches, no ids."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ from gnnplan.planner.vocabulary.numbers import ByContent, Floats, Ints, Outer, P
 
 # -- layouts ---------------------------------------------------------------------------------------
 
-# Estimates of layouts for a graph known by statistics only: row and edge counts, no ids.
-#
 # Model: an edge leads to a random vertex with probability phi (the graph's *mixing*), and stays in
 # its part with probability 1 - phi. For N vertices of mean degree d in m equal parts:
 #
@@ -297,8 +295,6 @@ def estimated_chunks(stats: GraphStats, chunks: int, members: int, method: str) 
 
 # -- mini-batches ----------------------------------------------------------------------------------
 
-# Estimates of mini-batches for a graph known by statistics only: row and edge counts, no ids.
-#
 # Model: vertices belong to classes. A vertex of class k has d_k neighbours, which it can sample,
 # and r_k readers, which can sample it. Both are lognormal over vertices, with the mean degree as
 # their mean and a spread each (GraphStats.batch_spread). In an undirected graph, a vertex with a
@@ -329,7 +325,7 @@ def estimated_chunks(stats: GraphStats, chunks: int, members: int, method: str) 
 # times in a layer, each other rank asks for the vertex with probability 1 - exp(-t_k phi / m).
 
 
-CLASSES = 100  # classes of vertices; a directed graph has all pairs of 25 values of d and 25 of r
+VERTEX_CLASSES = 100  # a directed graph has all pairs of 25 values of d and 25 of r
 LOWEST = -5.0  # the lowest class [standard deviations]
 # directed -> spread of graphs whose spreads were not counted: means of nine undirected graphs (1.0
 # to 1.8) and of four directed ones (1.3 to 2.2)
@@ -362,7 +358,7 @@ class Population:
         spreads = stats.batch_spread or (USUAL[stats.directed],) * 2
         # the highest class: one vertex is expected beyond it [standard deviations]
         highest = max(1.0, float(ndtri(1.0 - 1.0 / max(stats.vertices, 3))))
-        z = np.linspace(LOWEST, highest, CLASSES // 4 if stats.directed else CLASSES)
+        z = np.linspace(LOWEST, highest, VERTEX_CLASSES // 4 if stats.directed else VERTEX_CLASSES)
         density = np.exp(-z * z / 2)
         d, r = (_lognormal(z, density, spread, mean) for spread in spreads)
         if not stats.directed:
@@ -488,8 +484,8 @@ class EstimatedBatch(MiniBatch):
         groups: PerRank,
         needs: list[Expected],
         crossing: float,
-        fullest: float = 1.0,
-        scored: tuple[int, int] | None = None,
+        fullest: float,
+        scored: tuple[int, int] | None,
     ) -> None:
         self.population, self.servers, self.needs = Population.of(stats), groups, needs
         self.layers = self.inside = len(needs[0].edges)

@@ -16,14 +16,14 @@ rows that a server computes are its *region*; they are divided among the server'
 that no target reads through the layers after l.
 
 Layer l reads h_{l-1} and writes h_l. `first_varying` (gnn/model.py) is 1 if h_0 are the constant
-features, and 0 if an encoder computes h_0. The planner reads counts and the executor reads indices
-of the same object, so they agree about bytes."""
+features, and 0 if an encoder computes h_0. On a full graph the planner reads counts and the
+executor reads indices of the same object, so they agree about bytes."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 
@@ -88,11 +88,11 @@ class LayerCounts:
     # destinations whose own row another rank has, and adds to its partial sum [ranks]
     remote_own: np.ndarray | None = None
     fresh: RankMatrix | None = None  # halo rows sent in this step; None: all [ranks, ranks]
-    # halo rows that each rank has, received in this step or cached from earlier [ranks]
-    halo_rows: np.ndarray = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "halo_rows", np.asarray(self.halo.sum(0)))
+    @cached_property
+    def halo_rows(self) -> np.ndarray:
+        """Halo rows that each rank has, received in this step or cached from earlier [ranks]."""
+        return np.asarray(self.halo.sum(0))
 
     @property
     def sizes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -497,12 +497,9 @@ def expand(graph: Graph, own: np.ndarray, expansion: Expansion, server: int) -> 
 
 # -- chunks of a pipeline --------------------------------------------------------------------------
 
-# Chunks of a graph for a pipeline, each divided among the members of a stage.
-#
 # The members of a stage are its ranks. Member i owns sub-chunk i of every chunk. If another member
 # reads a row for any chunk, the owner sends it the row once per layer, when the row's own chunk is
-# processed. The planner reads counts and the executor reads indices of the same object, so they
-# agree about bytes.
+# processed.
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,9 @@
 
 A group has its own seeds, and a frontier around them (graph/sampling.py). Every vertex has one
 owner in a group. Only the owner samples the vertex's neighbours, loads its features and computes
-its rows, which the owner sends to the ranks that need them."""
+its rows, which the owner sends to the ranks that need them.
+
+The executor samples its own share (executor/minibatch/sampler.py); tests compare both."""
 
 from __future__ import annotations
 
@@ -56,8 +58,8 @@ class Scored:
     """Link prediction: the edges that each rank scores, which means that it computes their loss.
 
     edges: edges that each rank scores [ranks]. sends: rows of h_L that rank i sends to rank j,
-    because they are ends of edges that rank j scores [ranks, ranks]. meets: whether ranks of a
-    group exchange rows of h_L."""
+    because they are ends of edges that rank j scores [ranks, ranks]. exchanges_rows: whether ranks
+    of a group exchange rows of h_L."""
 
     edges: np.ndarray
     sends: RankMatrix
@@ -68,8 +70,8 @@ class MiniBatch(Layout):
     """The rows of every rank in one mini-batch.
 
     frontiers: the frontier of each group. groups: the group of each rank. member: the member of a
-    group (0 .. size - 1) that owns each vertex, int [N]; None if every group is a single rank.
-    scored: the edges that each rank scores in link prediction; None for losses of labels."""
+    group (0 .. size - 1) that owns each vertex, int32 [N]. scored: the edges that each rank scores
+    in link prediction; None for losses of labels."""
 
     # numbers that rank i sends to rank j to push edges [ranks, ranks]; None: no rank pushes edges
     pushed: np.ndarray | None = None
@@ -79,7 +81,7 @@ class MiniBatch(Layout):
         graph: Graph,
         frontiers: Sequence[Frontier],
         groups: PerRank,
-        member: np.ndarray | None,
+        member: np.ndarray,
         scored: Scored | None = None,
     ) -> None:
         self.scored, self.member = scored, member
@@ -95,11 +97,7 @@ class MiniBatch(Layout):
             last = np.repeat(
                 np.arange(self.layers, -1, -1), np.diff([0, *(rows.size for rows in nodes[::-1])])
             ).astype(np.int16)
-            places = (
-                np.arange(nodes[0].size)
-                if member is None
-                else np.flatnonzero(member[nodes[0]] == place)
-            )
+            places = np.flatnonzero(member[nodes[0]] == place)
             self._places.append(places)
             self._rank_rows.append((nodes[0][places], last[places]))
         self._clear_caches()
@@ -117,11 +115,9 @@ class MiniBatch(Layout):
 
     def crossing(self, layer: int) -> np.ndarray:
         """Return the number of each rank's edges of a layer with a remote source [ranks]."""
-        blocks = (
-            self.block(rank, layer)[1] >= self.piece(rank, layer).local
-            for rank in range(self.ranks)
-        )
-        return np.array([np.count_nonzero(remote) for remote in blocks])
+        sources = (self._edges(rank, layer)[0] for rank in range(self.ranks))
+        pairs = zip(sources, places_in(self.servers), strict=True)
+        return np.array([np.count_nonzero(self.member[ids] != place) for ids, place in pairs])
 
     @property
     def splits(self) -> bool:
@@ -160,7 +156,8 @@ class FirstLayerSplit(MiniBatch):
 
     whole: the same batch with all layers split. separate: the same batch with a group per rank,
     whose seeds are the rank's own. ids: h (0 or 1) -> ids of the rows of h_h of each rank, if they
-    are not the rows that it owns. first, second: counts of layers 1 and 2."""
+    are not the rows that it owns. first, second: counts of layers 1 and 2. pushed: as in MiniBatch,
+    if layer 1 is split by sources."""
 
     def __init__(
         self,
@@ -202,7 +199,6 @@ def split_by_destinations(whole: MiniBatch, separate: MiniBatch) -> FirstLayerSp
     """Return the batch in which owners compute the rows of h_1 that any rank of the group needs.
 
     An owner reads all sources of its rows. Ranks exchange rows of h_1 only."""
-    assert whole.member is not None
     ranks, groups = range(whole.ranks), np.array(whole.servers)
     edges = [whole._edges(rank, 1)[0] for rank in ranks]
     read = [np.union1d(whole.rows(rank, 1), edges[rank]) for rank in ranks]
@@ -224,7 +220,6 @@ def split_by_sources(whole: MiniBatch, separate: MiniBatch) -> FirstLayerSplit:
     A rank samples all edges of the rows of h_1 that it needs, and pushes each edge to its source's
     owner. For each row it receives a partial sum from every owner of a source of the row, and from
     the owner of the row itself."""
-    assert whole.member is not None
     partial = [np.zeros(0, np.int64)] * whole.ranks  # ids of each rank's partial sums of h_1
     summed, own, added = np.zeros((3, whole.ranks), dtype=np.int64)
     sends, pushed, nothing = np.zeros((3, whole.ranks, whole.ranks), dtype=np.int64)
@@ -292,7 +287,7 @@ class Batches:
         graph: Graph,
         workload: Workload,
         groups: PerRank,
-        member: np.ndarray | None,
+        member: np.ndarray,
         split: str = "all",
     ) -> None:
         self.graph, self.workload, self.groups = graph, workload, groups
@@ -323,7 +318,8 @@ class Batches:
             return whole
         sampling = self.workload.fanouts, self.workload.seed, *divmod(step, self.steps)
         own = [frontier(self.graph, whole.own(rank), *sampling) for rank in range(whole.ranks)]
-        separate = MiniBatch(self.graph, own, (*range(whole.ranks),), None)
+        alone = tuple(range(whole.ranks)), np.zeros(self.member.size, np.int32)
+        separate = MiniBatch(self.graph, own, *alone)
         return SPLIT[self.split](whole, separate)
 
     def items_in(self, epoch: int) -> list[Ids]:
@@ -344,14 +340,11 @@ class Batches:
             if pairs is None:
                 return None
             members = [rank for rank in range(ranks) if self.groups[rank] == group]
-            if self.member is None:
-                edges[members] = part.size
-                continue
             for member, rank in enumerate(members):
                 edges[rank] = np.count_nonzero(self.member[pairs.heads] == member)
                 wanted = self.member[fetched([pairs], self.member, member)]
                 sends[members, rank] = np.bincount(wanted, minlength=len(members))
-        return Scored(edges, sends, self.member is not None)
+        return Scored(edges, sends, self.splits)
 
     def at(self, step: int) -> MiniBatch:
         """Return the batch of a step; steps count on from epoch to epoch."""

@@ -462,9 +462,12 @@ class Problem:
         exceed the mean; estimates know METIS's default only. split: as in Batches."""
         if self.graph is None:
             return EstimatedBatches(self.stats, self.workload, groups, splitter)
-        size, member = groups.count(groups[0]), None
-        if size > 1:
-            member = owners(self.graph, size, splitter, self.workload, epochs, imbalance)
+        size = groups.count(groups[0])
+        member = (
+            owners(self.graph, size, splitter, self.workload, epochs, imbalance)
+            if size > 1
+            else np.zeros(self.stats.vertices, np.int32)
+        )
         return Batches(self.graph, self.workload, groups, member, split)
 
     def _owner(self, graph: Graph, groups: PerRank) -> np.ndarray:

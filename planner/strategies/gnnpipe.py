@@ -478,13 +478,13 @@ class Stage:
                 features = features + model.inputs.stored_bytes(own)
             elif model.first_varying and model.dropout and model.layers[0].drops:
                 features = 2 * features  # a copy after this step's dropout
-        received = self.pipe.codec.row_bytes(self.sent, model.itemsize) if self.sent else 0
+        gradient_row_bytes = self.sent and self.pipe.codec.row_bytes(self.sent, model.itemsize)
         return {
             "features": features,
             # historical rows, the mix of fresh and historical rows that is read, and its gradients
             "history": (3 + self.pipe.historical_gradients) * kept * widths * model.itemsize,
             # buffers for the gradients received from the next stage
-            "pipeline": own * received,
+            "pipeline": own * gradient_row_bytes,
             "graph": np.asarray(graph),
         }
 
@@ -492,19 +492,19 @@ class Stage:
         """Return the memory of a piece on all chunks [g]: what it keeps until backward begins; or,
         in the backward pass, the largest workspace of a chunk, from which on chunks free what they
         kept."""
-        each = [self._of_chunks(layer) for layer in piece]
+        kept, workspaces = zip(*map(self._of_chunks, piece), strict=True)
         if is_back:
-            return OpMemory(np.max([np.asarray(layer.most) for layer in each], axis=(0, 1)), 0.0)
-        return keeps(np.sum([np.asarray(layer.left) for layer in each], axis=(0, 1)))
+            return OpMemory(np.max(workspaces, axis=(0, 1)), 0.0)
+        return keeps(np.sum(kept, axis=(0, 1)))
 
-    def _of_chunks(self, layer: int) -> OpMemory:
-        """Return what a layer (0: the encoder) keeps of each chunk until backward begins (`left`),
-        and its workspace in the chunk's backward pass (`most`) [chunks, g]."""
+    def _of_chunks(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return what a layer (0: the encoder) keeps of each chunk until backward begins, and its
+        workspace in the chunk's backward pass [chunks, g]."""
         model, facts, b = self.model, self.facts, self.model.itemsize
         rows, sources, edges = facts.sizes  # [chunks, g]
-        received = facts.sends.sum(1)
+        halo_rows = facts.sends.sum(1)
         if layer == 0:
-            return OpMemory(0.0 * rows, rowwise_memory(model.encoder_record, rows).left)
+            return np.asarray(rowwise_memory(model.encoder_record, rows).left), 0.0 * rows
         spec, varies = model.layers[layer - 1], layer > model.first_varying
         apart = not model.rows(layer).multiplied_first
         need = layer_memory(model, layer, rows, sources, edges, apart=apart)
@@ -512,10 +512,10 @@ class Stage:
         # rows gathered for the layer
         read = rows if spec.gathers_linearly and not spec.projects_first else sources
         if varies:
-            saved = saved + rowwise_memory(model.preparation_record(spec), rows + received).left
+            saved = saved + rowwise_memory(model.preparation_record(spec), rows + halo_rows).left
             # a copy of own and remote rows, or the layer's inputs saved for recomputation
             checkpoint = rows * (self.pipe.checkpoint and layer > self.layers.start)
-            read = read + (rows + received if received.any() else checkpoint)
+            read = read + (rows + halo_rows if halo_rows.any() else checkpoint)
             # gradients of gathered rows and own rows, then of the rows read
             gradients = (2 * rows + sources) * spec.h_in * b
         else:
@@ -537,7 +537,7 @@ class Stage:
         if not self.is_last:  # an unpacked message, and copies of its two parts
             copies = self.pipe.codec.packs + bool(model.carried)
             workspace = workspace + rows * self.sent * copies * b
-        return OpMemory(workspace, kept)
+        return np.asarray(kept), np.asarray(workspace)
 
 
 def _step(pipe: GNNPipe, problem: Problem) -> Iterator[Op]:

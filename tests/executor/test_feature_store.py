@@ -37,7 +37,7 @@ from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.strategies import DataParallel
-from gnnplan.planner.strategies.minibatch.feature_store import CLASSES
+from gnnplan.planner.strategies.minibatch.feature_store import SOURCES
 from gnnplan.planner.vocabulary.files import cache_dir
 from gnnplan.planner.vocabulary.trace import recorded_order
 from gnnplan.testing.plain import difference
@@ -61,7 +61,7 @@ def batch_of(ids: np.ndarray) -> SimpleNamespace:
     [
         (
             f"data_parallel(features='spread',cache={9 * ROW},shared_cache=True,prefetch=1)",
-            set(CLASSES),
+            set(SOURCES),
         ),
         (f"p3(cache={9 * ROW})", {"hit", "host"}),
     ],
@@ -77,10 +77,10 @@ def test_ranks_leave_rows_by_class(run_ranks, graphs, strategy, classes):
         for step in range(result.case.epochs * batches.steps)
     )
     left = [result.rank(rank)["rows"] for rank in range(4)]
-    assert left == [dict(zip(CLASSES, of.tolist(), strict=True)) for of in rows]
-    assert {CLASSES[place] for place in np.flatnonzero(rows.sum(0))} == classes
+    assert left == [dict(zip(SOURCES, of.tolist(), strict=True)) for of in rows]
+    assert {SOURCES[place] for place in np.flatnonzero(rows.sum(0))} == classes
     assert summed((result.rank(rank) for rank in range(4)), "rows") == dict(
-        zip(CLASSES, rows.sum(0).tolist(), strict=True)
+        zip(SOURCES, rows.sum(0).tolist(), strict=True)
     )
 
 

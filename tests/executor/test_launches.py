@@ -315,7 +315,7 @@ WORK = {"model": "sage", "layers": 2, "hidden": 8, "mode": "mini", "batch": 6, "
 )
 def test_tensors_draw_what_arrays_draw(vertices, fanout, key):
     asked, word = np.array(vertices, dtype=np.int64), planned.key_of(*key)
-    found = sampling.Lists(GRAPH, torch.device("cpu")).draw(asked, fanout, word)
+    found = sampling.DeviceGraph(GRAPH, torch.device("cpu")).draw(asked, fanout, word)
     indptr, places = planned.draw(GRAPH, asked, fanout, word)
     for ours, theirs in zip(found, (indptr, GRAPH.indices[places]), strict=True):
         np.testing.assert_array_equal(ours, theirs)
@@ -334,7 +334,8 @@ def test_a_device_lays_out_the_same_blocks(device, kind, directed, fanout, graph
     work = WORK | {"fanout": fanout, "batch": 9}
     problem = Case("data_parallel", graphs["rough"], work, directed=directed).problem(1)
     batches = DataParallel().batches(problem)
-    here, there = (Sampler(batches, 0, [kind] * 2, device=p) for p in (None, torch.device(device)))
+    here = Sampler(batches, 0, [kind] * 2)
+    there = Sampler(batches, 0, [kind] * 2, device=torch.device(device), lays_on_device=True)
     expected = [here[step].share for step in range(batches.steps)]
     monkeypatch.setattr(sampler, "draw", None)  # the host's
     monkeypatch.setattr(sampler, "weighted_block", None)
@@ -395,7 +396,7 @@ def test_a_sampler_on_a_gpu_holds_what_is_planned(fanout, model, pretend_device)
     problem = on_a_gpu(Case("data_parallel", source, work), "device")
     batches = DataParallel().batches(problem)
     edges = [spec.edges for spec in problem.model.layers]
-    there = Sampler(batches, 0, edges, device=torch.device("cuda", 0))
+    there = Sampler(batches, 0, edges, device=torch.device("cuda", 0), lays_on_device=True)
     torch.cuda.reset_peak_memory_stats()
     before = pretend_device.live()
     kept = there[0].share

@@ -183,7 +183,7 @@ def test_samplers_take_turns(graphs, tmp_path):
 
     ahead, line = arriving(graphs, 3, tell), arriving(graphs, 0)
     for step in range(7):
-        assert np.array_equal(ahead.next(step).share.own, line.next(step).share.own)
+        assert np.array_equal(ahead.next(step)[0].own, line.next(step)[0].own)
         assert max([int(row.split()[0]) for row in told.read_text().splitlines()]) <= step + 3
     pids = [process.pid for process, _ in ahead.processes]
     ahead.close()

@@ -298,7 +298,7 @@ def test_a_batch_does_not_carry_the_whole_graph(folder):
     sampler = Sampler(case.settled(problem).batches(problem), 0, ["one"] * 2)
     assert not any(hasattr(part.block, "graph_edges") for part in sampler[0].share.parts)
     assert problem.graph.edge_fields["edge_weight"].tobytes() not in pickle.dumps(sampler[0])
-    share = ShareQueue(Rank(0, 1, torch.device("cpu"), "gloo"), sampler, 0).next(0).share
+    share, _ = ShareQueue(Rank(0, 1, torch.device("cpu"), "gloo"), sampler, 0).next(0)
     assert all(part.block.graph_edges is problem.graph.csr_edges for part in share.parts)
 
 

@@ -28,7 +28,7 @@ from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.ownership.profile import profile, within
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import DataParallel, GSplit
-from gnnplan.planner.strategies.minibatch.feature_store import CLASSES
+from gnnplan.planner.strategies.minibatch.feature_store import SOURCES
 from gnnplan.planner.strategies.minibatch.profile import probe
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.testing.laws import cluster
@@ -486,7 +486,7 @@ def test_hits_are_those_of_the_strategy_with_such_a_cache(hot):
     store, batches = strategy.store(problem), strategy.batches(problem)
     loads = [store.loads(problem, batches.at(step)) for step in range(batches.steps)]
     rows = sum(load.rows.sum(0) for load in loads)
-    assert found[hot]["0.1"] == pytest.approx(rows[CLASSES.index("hit")] / rows.sum())
+    assert found[hot]["0.1"] == pytest.approx(rows[SOURCES.index("hit")] / rows.sum())
     assert list(found[hot].values()) == sorted(found[hot].values())
     assert found["frequency"]["0.1"] > 0.1  # the hottest are hit more often than others
 

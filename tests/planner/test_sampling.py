@@ -167,7 +167,7 @@ def test_splitting_computes_each_row_once_and_data_parallel_never_fewer(seeds, r
     for groups in ((0,) * ranks, (0,), tuple(range(ranks))):
         shares = np.array_split(chosen, len(set(groups)))
         frontiers = [frontier(GRAPH, share, (5, 3, 2), seed, 0, 0) for share in shares]
-        owners = member if groups.count(0) > 1 else None
+        owners = member if groups.count(0) > 1 else np.zeros_like(member)
         made = MiniBatch(GRAPH, frontiers, groups, owners)
         edges = [int(made.facts(layer).edges.sum()) for layer in (1, 2, 3)]
         counts.append([*edges, sum(made.rows(rank, 0).size for rank in range(made.ranks))])

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +37,7 @@ from gnnplan.planner.strategies.minibatch.feature_store import fitting_prefix, h
 from gnnplan.planner.vocabulary.numbers import Bools, Ints, Outer, PerRank, offsets
 
 NEIGHBOUR = 4  # bytes of a neighbour's id, in a list or in an answer
-ENTRY = 8  # bytes of a list's offset
+ENTRY = 8  # bytes of a list's offset, or of its length
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,14 +47,12 @@ class Structure:
     places: the number of each rank's place [ranks].
     home: the place of each vertex's list [N].
     kept: whether a place has a list, as its home or in its cache [places, N].
-    asks: whether samplers may need lists of other places.
     lengths: number of edges in each list [N].
     """
 
     places: PerRank
     home: NDArray[np.int32]
     kept: Bools
-    asks: bool
     lengths: NDArray[Any]
 
     def keeps(self, rank: int) -> Bools:
@@ -133,12 +131,15 @@ def bytes_at(problem: Problem, lists: Lists | None, ranks: Sequence[int]) -> flo
     stats = problem.stats
     edges = stats.edges if lists is None else lists.edges_at(ranks)
     offsets_and_degrees = stats.vertices + 1 + (1 + stats.directed) * stats.vertices
-    return NEIGHBOUR * edges + ENTRY * offsets_and_degrees
+    return lists_bytes(edges, offsets_and_degrees)
 
 
-def list_bytes(graph: Graph, ids: Ids) -> Ints:
-    """Return the bytes of each of these vertices' lists in a cache [R]."""
-    return np.asarray(NEIGHBOUR * graph.degree_of(ids) + ENTRY)
+Count = TypeVar("Count", float, Ints)
+
+
+def lists_bytes(edges: Count, entries: int = 1) -> Count:
+    """Return the bytes of lists of `edges` edges in all, and of `entries` offsets or degrees."""
+    return NEIGHBOUR * edges + ENTRY * entries
 
 
 def thinned(graph: Graph, keep: Bools) -> Graph:
@@ -156,12 +157,13 @@ def hashed(
     batches: Batches,
     structure: str,
     by_rank: bool,
-    cache: int = 0,
-    hot: str = "frequency",
+    cache: int,
+    hot: str,
 ) -> Lists | None:
     """Return lists spread by hash over ranks (`by_rank`) or servers; results are cached.
 
-    cache: bytes of other places' lists that each place caches. None: every sampler has all lists.
+    cache: bytes of other places' lists that each place caches. hot: as the knob `hot`. None: every
+    sampler has all lists.
     """
     places = (
         tuple(range(problem.ranks))
@@ -174,23 +176,22 @@ def hashed(
 
     def estimated() -> Lists:
         edges = problem.stats.edges
-        others = (NEIGHBOUR * edges + ENTRY * problem.stats.vertices) * (count - 1) / count
+        others = lists_bytes(edges, problem.stats.vertices) * (count - 1) / count
         return EstimatedStructure(places, min(cache / others, 1.0), edges)
 
     def counted() -> Lists:
         graph = batches.graph
         home = (np.arange(graph.stats.vertices) % count).astype(np.int32)
         kept = home == np.arange(count)[:, None]
-        order: Ids = np.zeros(0, np.int64)
         if cache:
             # A hub's list is read often, but takes as many bytes as thousands of other lists.
             reads = heat(graph, batches.workload, hot, problem.ranks)
-            sizes = list_bytes(graph, np.arange(graph.stats.vertices))
+            sizes = lists_bytes(graph.degree)
             order = np.argsort(-reads / sizes, kind="stable")  # by reads per byte, the most first
-        for place in range(count):
-            others = order[home[order] != place]
-            kept[place, fitting_prefix(others, list_bytes(graph, others), cache)] = True
-        return Structure(places, home, kept, True, graph.degree)
+            for place in range(count):
+                others = order[home[order] != place]
+                kept[place, fitting_prefix(others, sizes[others], cache)] = True
+        return Structure(places, home, kept, graph.degree)
 
     make = estimated if isinstance(batches, EstimatedBatches) else counted
     return problem.cache.get(("adjacency store", batches, places, cache, hot), make)
@@ -201,14 +202,10 @@ def owned(batches: Batches, structure: str) -> Lists | None:
 
     None: every sampler has all lists.
     """
-    if structure == "everywhere":
+    if structure == "everywhere" or not batches.splits:
         return None
     places = tuple(places_in(batches.groups))
     if isinstance(batches, EstimatedBatches):
-        edges = batches.stats.edges
-        return EstimatedStructure(places, 0.0, edges) if max(places) else None
-    member = batches.member
-    if member is None:
-        return None
-    kept = member == np.arange(max(places) + 1)[:, None]
-    return Structure(places, member.astype(np.int32), kept, False, batches.graph.degree)
+        return EstimatedStructure(places, 0.0, batches.stats.edges)
+    kept = batches.member == np.arange(max(places) + 1)[:, None]
+    return Structure(places, batches.member, kept, batches.graph.degree)

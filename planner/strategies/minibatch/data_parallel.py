@@ -40,8 +40,7 @@ Bytes per batch, for M ranks, W weights and numbers of b bytes:
 Loaded per batch: F b for each row of a rank's own frontier that no cache has. Sources: DistDGL
 (IA3 2020) for spread features; Quiver (arXiv 2305.10863) for shared caches.
 
-See also supply.py, on_batches.py, feature_store.py, adjacency_store.py in
-this folder; layerwise/step.py for the layers; executor/strategies/minibatch.py.
+See also layerwise/step.py for the layers; executor/strategies/minibatch.py.
 """
 
 from __future__ import annotations
@@ -52,7 +51,6 @@ from typing import Self
 
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Bytes, Example, Strategy
-from gnnplan.planner.strategies.minibatch.adjacency_store import Lists, hashed
 from gnnplan.planner.strategies.minibatch.on_batches import (
     OnRows,
     lists_cache,
@@ -96,16 +94,6 @@ class DataParallel(OnRows):
     def candidates(cls, problem: Problem) -> Iterator[Strategy]:
         shared = {"shared_cache": True} if problem.server_count < problem.ranks else {}
         yield from variants(problem, with_one_sampler(problem, cls()), **shared)
-
-    def check(self, problem: Problem) -> None:
-        super().check(problem)
-        self.check_places(problem)
-
-    def lists(self, problem: Problem) -> Lists | None:
-        by_rank = problem.server_count == 1
-        return hashed(
-            problem, self.batches(problem), self.structure, by_rank, self.structure_cache, self.hot
-        )
 
     def more_spread(self, problem: Problem) -> Iterator[Self]:
         if problem.server_count > 1:

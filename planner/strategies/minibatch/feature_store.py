@@ -50,9 +50,9 @@ from gnnplan.planner.vocabulary.numbers import (
 )
 
 HOT = {"frequency": "rows read most often", "degree": "rows that most vertices read"}
-CLASSES = ("hit", "peer", "host", "remote")
-HIT, PEER, HOST, REMOTE = range(4)  # positions in CLASSES
-MOST = 2**31 - 1  # largest number of reads of a row that can be counted
+SOURCES = ("hit", "peer", "host", "remote")
+HIT, PEER, HOST, REMOTE = range(4)  # positions in SOURCES
+MOST_READS = 2**31 - 1  # largest number of reads of a row that can be counted
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Loads:
     hits: bytes that each rank reads from its own cache [ranks].
     asked: number of rows that rank i requests from rank j [ranks, ranks].
     fetched: bytes of requested rows that rank i sends to rank j [ranks, ranks].
-    rows: number of rows by class (CLASSES) [ranks, 4].
+    rows: number of rows by source (SOURCES) [ranks, 4].
     """
 
     host: Ints
@@ -104,7 +104,7 @@ class Store:
     _holders: dict[int, NDArray[np.int32]] = field(default_factory=dict, repr=False)
 
     def of(self, rank: int, ids: Ids) -> tuple[NDArray[np.int8], NDArray[np.int32]]:
-        """Return the class of each vertex's row for a rank [R], and the rank that provides it [R].
+        """Return the source of each vertex's row for a rank [R], and the rank that provides it [R].
 
         A rank itself provides hits and rows in its server's memory.
         """
@@ -160,18 +160,18 @@ class Store:
     def loads(self, problem: Problem, batch: MiniBatch) -> Loads:
         """Return the sources of a batch's rows."""
         m = len(self.servers)
-        (host, hits), classes = np.zeros((2, m), np.int64), np.zeros((m, len(CLASSES)), np.int64)
+        (host, hits), rows = np.zeros((2, m), np.int64), np.zeros((m, len(SOURCES)), np.int64)
         asked, fetched = np.zeros((2, m, m), np.int64)
         for rank, each in enumerate(self.slices):
             ids = np.concatenate([batch.rows(of, 0) for of in each.ranks])
             kind, provider = self.of(rank, ids)
             nbytes = problem.features_bytes(ids, each.columns)
-            classes[rank] = np.bincount(kind, minlength=len(CLASSES))
+            rows[rank] = np.bincount(kind, minlength=len(SOURCES))
             host[rank], hits[rank] = nbytes[kind == HOST].sum(), nbytes[kind == HIT].sum()
             other = provider != rank
             asked[rank] = np.bincount(provider[other], minlength=m)
             fetched[:, rank] = np.bincount(provider[other], weights=nbytes[other], minlength=m)
-        return Loads(host, hits, asked, fetched, classes)
+        return Loads(host, hits, asked, fetched, rows)
 
     def filled(self, problem: Problem) -> Ints:
         """Return the bytes that rank i sends to rank j before the first step [ranks, ranks].
@@ -257,8 +257,8 @@ class EstimatedStore:
             from_servers = self._evenly(remote, False)
             asked = np.asarray(asked) + np.asarray(from_servers) if self.shared else from_servers
         host = rows - hits - peer - remote
-        classes = np.stack([hits, peer, host, remote], axis=1)
-        return Loads(row * host, row * hits, asked, row * asked.T, classes)
+        by_source = np.stack([hits, peer, host, remote], axis=1)
+        return Loads(row * host, row * hits, asked, row * asked.T, by_source)
 
     def _evenly(self, counts: Ints, same: bool) -> RankMatrix:
         """Divide each rank's count evenly over the other ranks of its server (`same`), or over the
@@ -327,21 +327,21 @@ def feature_store(
         order = hottest(batches.graph, batches.workload, hot, len(set(batches.groups)), epochs)
         caches: dict[tuple[int, int, range], Ids] = {}  # equal caches are one array
         # the GPUs that cache different rows
-        together = batches.groups if member is not None else servers if shared else range(len(read))
+        together = batches.groups if batches.splits else servers if shared else range(len(read))
         for rank, (place, each) in enumerate(zip(places_in(together), read, strict=True)):
             count = servers.count(servers[rank]) if shared else 1
             if (kind := (place, count, each.columns)) not in caches:
-                eligible = order[place::count] if member is None else order[member[order] == place]
+                eligible = order[member[order] == place] if batches.splits else order[place::count]
                 sizes = row_bytes(problem, eligible, each.columns)
                 caches[kind] = fitting_prefix(eligible, sizes, cache).astype(np.int64)
             yield caches[kind]
 
     def counted() -> Features:
-        graph, member, home = batches.graph, batches.member, None
+        graph, home = batches.graph, None
         held: Sequence[Ids] = [np.zeros(0, np.int64)] * problem.ranks
         with Stopwatch() as watch:
-            if spread and one_group and member is not None:
-                home = np.asarray(problem.servers, np.int32)[member]
+            if spread and one_group:
+                home = np.asarray(problem.servers, np.int32)[batches.member]
             elif spread:
                 servers = np.unique(problem.servers).astype(np.int32)
                 home = servers[partition(graph, servers.size, problem.method)]
@@ -409,4 +409,4 @@ def heat(graph: Graph, workload: Workload, hot: str, groups: int, epochs: int = 
         return reads
 
     key = f"heat {drawn_as(graph, workload)} {groups} {epochs}"
-    return cached(key, vertices, MOST, compute).astype(np.int64)
+    return cached(key, vertices, MOST_READS, compute).astype(np.int64)

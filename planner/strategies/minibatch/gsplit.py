@@ -63,8 +63,7 @@ The rows of the other endpoints are exchanged as for a layer L + 1.
 Sources: GSplit (arXiv 2303.13775), Sec. 3-5; DNP and SNP of APT (PPoPP 2025,
 github.com/kaihaoma/APT).
 
-See also supply.py, on_batches.py, feature_store.py, adjacency_store.py in
-this folder; layerwise/step.py for the layers; planner/graph/partition.py for owners;
+See also layerwise/step.py for the layers; planner/graph/partition.py for owners;
 executor/strategies/minibatch.py.
 """
 
@@ -186,7 +185,6 @@ class GSplit(OnRows):
                 "gsplit: every server splits its batch over equally many ranks; use group='all', or"
                 " as many of each server"
             )
-        self.check_places(problem)
 
     def _check_layer_1(self, problem: Problem) -> None:
         """Raise SpecError if layer 1 cannot be split without the other layers."""

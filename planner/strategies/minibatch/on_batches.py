@@ -55,7 +55,7 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Memory, Range, Resident, Rules, Strategy
 from gnnplan.planner.strategies.layerwise import step as layerwise
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions, check_buckets, pays
-from gnnplan.planner.strategies.minibatch.adjacency_store import ENTRY, NEIGHBOUR, Lists
+from gnnplan.planner.strategies.minibatch.adjacency_store import Lists, hashed, lists_bytes
 from gnnplan.planner.strategies.minibatch.feature_store import (
     HOT,
     Features,
@@ -75,26 +75,6 @@ from gnnplan.planner.vocabulary.numbers import Outer
 from gnnplan.planner.vocabulary.schedule import Compute
 from gnnplan.planner.vocabulary.text import show_size
 from gnnplan.planner.vocabulary.units import show_bytes
-
-# -- the operations of one mini-batch --------------------------------------------------------------
-
-
-def step(supply: Supply, batch: MiniBatch, options: ExchangeOptions) -> Iterator[Op]:
-    """Yield the operations of one step, in order."""
-    problem = supply.problem
-    facts = [batch.facts(layer) for layer in range(1, problem.workload.layers + 1)]
-    peers = Outer.of(batch.servers, True, 1)
-    yield from supply.sampling(batch, [f.edges for f in facts], batch.pushed, peers)
-    yield Op("load", work=supply.copied(batch, facts), ahead="copy" if supply.prefetch else "")
-    if supply.prefetch:
-        # no time if the batch is loaded already
-        yield Op("wait", work=Compute(), idle=True)
-    yield from supply.gathered(batch)
-    if batch.exchanges_rows(1) and problem.model.first_varying == 1:
-        halo = layerwise.send_features(problem, batch, facts[0].sends, "halo")
-        yield replace(halo, direction="f", layer=1)
-    yield from layerwise.step(problem, batch, options, scored=batch.scored)
-
 
 # -- base classes of strategies --------------------------------------------------------------------
 
@@ -136,9 +116,14 @@ class OnBatches(Strategy):
         knobs = self.cache, self.hot, self.features, self.shared_cache, self.presample
         return feature_store(problem, self.batches(problem), *knobs, self.slices(problem))
 
-    @abstractmethod
+    def by_rank(self, problem: Problem) -> bool:
+        """Whether spread lists are each at a rank; else each is at a server."""
+        return problem.server_count == 1
+
     def lists(self, problem: Problem) -> Lists | None:
         """Return the places of adjacency lists; None: every sampler has all lists."""
+        knobs = self.structure, self.by_rank(problem), self.structure_cache, self.hot
+        return hashed(problem, self.batches(problem), *knobs)
 
     def supply(self, problem: Problem) -> Supply:
         """Return the supply of batches, from a cache that keeps the last one."""
@@ -153,8 +138,9 @@ class OnBatches(Strategy):
         self.check_mode(problem)
         without = "use another graph" if problem.workload.task == "link" else "use --mode full"
         check_batches(problem.workload, problem.stats, problem.ranks, without)
+        self._check_places(problem)
 
-    def check_places(self, problem: Problem) -> None:
+    def _check_places(self, problem: Problem) -> None:
         """Raise SpecError if the knobs on the places of features and lists do not fit together."""
         name, room, lists = self.name, int(problem.cluster.device.memory), self.structure_cache
         if self.cache > room:
@@ -259,7 +245,20 @@ class OnRows(OnBatches):
         return np.full(len(servers), share * all_rows_bytes(problem, problem.features_bytes))
 
     def step(self, problem: Problem, batch: MiniBatch) -> Step:
-        return list(step(self.supply(problem), batch, self.exchange_options))
+        supply, peers = self.supply(problem), Outer.of(batch.servers, True, 1)
+        facts = [batch.facts(layer) for layer in range(1, batch.layers + 1)]
+        ops = list(supply.sampling(batch, facts, batch.pushed, peers))
+        load = Op("load", work=supply.copied(batch, facts), ahead="copy" if self.prefetch else "")
+        ops.append(load)
+        if self.prefetch:
+            # no time if the batch is loaded already
+            ops.append(Op("wait", work=Compute(), idle=True))
+        ops += supply.gathered(batch)
+        if batch.exchanges_rows(1) and problem.model.first_varying == 1:
+            halo = layerwise.send_features(problem, batch, facts[0].sends, "halo")
+            ops.append(replace(halo, direction="f", layer=1))
+        layers = layerwise.step(problem, batch, self.exchange_options, scored=batch.scored)
+        return [*ops, *layers]
 
 
 def check_batches(w: Workload, stats: GraphStats, ranks: int, without: str) -> None:
@@ -285,8 +284,8 @@ def check_batches(w: Workload, stats: GraphStats, ranks: int, without: str) -> N
 
 
 S = TypeVar("S", bound=OnBatches)
-MOST = 32  # largest number of samplers per rank that is proposed
-NEARLY = 0.98  # the samplers are doubled only if the epoch becomes shorter by this factor
+MOST_SAMPLERS = 32  # largest number of samplers per rank that is proposed
+SHORTER_BY = 0.98  # the samplers are doubled only if the epoch becomes shorter by this factor
 ROUNDED = 10**8  # proposed caches of this size or more are cut to two digits [B]
 
 
@@ -315,7 +314,7 @@ def most_samplers(problem: Problem, strategy: OnBatches) -> int:
     """
     if problem.cluster.sampler == "device":
         return int(strategy.alone and problem.cost.cores_each >= 2)
-    cores = int(min(problem.cost.cores_each - 1, MOST))
+    cores = int(min(problem.cost.cores_each - 1, MOST_SAMPLERS))
     return 2 ** (cores.bit_length() - 1) if cores > 0 else 0
 
 
@@ -339,7 +338,7 @@ def with_enough_samplers(problem: Problem, one: S) -> S:
     ops = program.ops(next(iter(program.known())))
     sampling = {op.label(0).kind for op in ops if op.lane == "host"}
     sampling_s = sum(float(with_most.by_op[kind]) for kind in sampling)
-    needed = int(np.ceil(NEARLY * sampling_s / float(with_most.epoch_s)))
+    needed = int(np.ceil(SHORTER_BY * sampling_s / float(with_most.epoch_s)))
     doublings = min(most.bit_length() - 1, max(needed - 1, 0).bit_length())
     fewer = (_with_samplers(problem, one, 2**power) for power in range(doublings, 0, -1))
     return next(filter(None, fewer), one)
@@ -379,9 +378,8 @@ def lists_cache(problem: Problem, spread: Strategy) -> int:
     spread: the strategy with spread lists and no cache.
     """
     room = problem.cluster.graph_memory - sum(spread.on_fullest_server(problem).values())
-    all_lists = NEIGHBOUR * problem.stats.edges + ENTRY * problem.stats.vertices
-    cache = int(max(0.0, min(room, all_lists)))
-    return in_two_digits(cache)
+    all_lists = lists_bytes(problem.stats.edges, problem.stats.vertices)
+    return in_two_digits(int(max(0.0, min(room, all_lists))))
 
 
 def proposed_cache(problem: Problem, plain: OnBatches) -> int:

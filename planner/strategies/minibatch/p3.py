@@ -65,7 +65,7 @@ Bytes per batch, for f1 rows and f2 source rows of a rank's layer 1, M ranks and
 Data parallelism with features spread over servers fetches (S-1)/S f2 F b instead. Source: P3 (OSDI
 2021), Sec. 3.1-3.4; copies: Table 5.
 
-See also on_batches.py and ../program for operations; executor/strategies/p3.py.
+See also ../program for operations; executor/strategies/p3.py.
 
 Memory, operation by operation, of as many batches as are in flight:
 
@@ -103,7 +103,6 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Bytes, Example, Rules, Strategy
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
 from gnnplan.planner.strategies.layerwise.step import Holds, finish
-from gnnplan.planner.strategies.minibatch.adjacency_store import Lists, hashed
 from gnnplan.planner.strategies.minibatch.feature_store import Slice
 from gnnplan.planner.strategies.minibatch.on_batches import (
     OnBatches,
@@ -255,7 +254,6 @@ class P3(OnBatches):
         super().check(problem)
         if why := _why_whole(problem):
             raise SpecError(f"p3: {why}")
-        self.check_places(problem)
         lines = _lines(problem.servers, self.over)
         holders = len(lines[0])
         if any(len(line) != holders for line in lines):
@@ -328,9 +326,8 @@ class P3(OnBatches):
                     spread = replace(fewer, structure="spread", structure_cache=0)
                     yield replace(spread, structure_cache=lists_cache(problem, spread))
 
-    def lists(self, problem: Problem) -> Lists | None:
-        by_rank, batches = self.over == "rank", self.batches(problem)
-        return hashed(problem, batches, self.structure, by_rank, self.structure_cache)
+    def by_rank(self, problem: Problem) -> bool:
+        return self.over == "rank"
 
     def sliced_weights(self, problem: Problem) -> int:
         """Return how many of the first layer's weights are divided with the columns."""
@@ -345,7 +342,7 @@ class P3(OnBatches):
     # -- operations and memory -----------------------------------------------------------------
 
     def step(self, problem: Problem, batch: MiniBatch) -> Step:
-        return Batch(self, problem, batch).ops()
+        return BatchOps(self, problem, batch).ops()
 
     def program(self, problem: Problem) -> Program:
         program = super().program(problem)
@@ -371,7 +368,7 @@ class P3(OnBatches):
             elsewhere = supply.peak(supply.sampling_peak)
         elif problem.on_cpu:  # with GPUs batches wait in the server's memory
             waiting = self.prefetch
-        blocks = supply.peak(lambda batch: Batch(self, problem, batch).blocks())
+        blocks = supply.peak(lambda batch: BatchOps(self, problem, batch).blocks())
         return Resident(
             {
                 # a version has a gradient, but no optimizer state; evaluation has the whole model
@@ -521,7 +518,7 @@ def sliced(problem: Problem, columns: range) -> Model:
     return replace(problem.model, layers=layers, inputs=inputs)
 
 
-class Batch:
+class BatchOps:
     """The operations of one batch on all ranks, and their memory [ranks] [B]."""
 
     def __init__(self, p3: P3, problem: Problem, batch: MiniBatch) -> None:
@@ -560,7 +557,7 @@ class Batch:
         facts, peers = list(self.facts.values()), Outer.of(self.rails, True, 1)
         numbers = HEADER + own.rows + own.sources + own.edges
         pushed = Outer.of(self.rails, True, numbers) if self.peers else None
-        host = list(supply.sampling(self.batch, [f.edges for f in facts], pushed, peers))
+        host = list(supply.sampling(self.batch, facts, pushed, peers))
         if self.p3.prefetch:
             host.append(Op("wait", work=Compute(), idle=True))
         front = [Op("load", work=supply.copied(self.batch, facts)), *supply.gathered(self.batch)]

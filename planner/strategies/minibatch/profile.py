@@ -54,7 +54,7 @@ def probe(graph: Graph | GraphStats, workload: Workload, ranks: Sequence[int]) -
         notify("drawing mini-batches", show_count(count, "rank"))
         groups = tuple(range(count))
         each[count] = (
-            Batches(graph, workload, groups, None)
+            Batches(graph, workload, groups, np.zeros(stats.vertices, np.int32))
             if isinstance(graph, Graph)
             else EstimatedBatches(graph, workload, groups)
         )

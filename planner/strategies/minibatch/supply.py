@@ -72,7 +72,7 @@ class Supply:
     prefetch: int
     store: Features
     lists: Lists | None
-    pushes: bool = False
+    pushes: bool
 
     @property
     def lays_there(self) -> bool:
@@ -95,10 +95,18 @@ class Supply:
         return min(max(room, 0.0) / max(size, 1.0), 1.0) if lists else float(room >= size)
 
     @property
+    def draws_there(self) -> bool:
+        """Whether a GPU draws neighbours, which needs all of its lists there.
+
+        Sampler processes always draw on the host, since a fork cannot use CUDA.
+        """
+        return self.lists_there == 1.0 and (self.lays_there or not self.prefetch)
+
+    @property
     def picks_there(self) -> bool:
-        """Whether a GPU itself looks up a batch's rows in its cache."""
-        store = self.store
-        return store.caches and not store.asks.any() and self.problem.model.inputs.is_dense
+        """Whether a GPU that lays out blocks also looks up a batch's rows in its cache."""
+        store, is_dense = self.store, self.problem.model.inputs.is_dense
+        return self.lays_there and store.caches and not store.asks.any() and is_dense
 
     def loads(self, batch: MiniBatch) -> Loads:
         """Return the sources of a batch's rows, from the problem's cache."""
@@ -120,14 +128,15 @@ class Supply:
     def sampling(
         self,
         batch: MiniBatch,
-        edges: Sequence[np.ndarray],
+        facts: Sequence[LayerCounts],
         pushed: RankMatrix | None,
         peers: RankMatrix,
     ) -> Iterator[Op]:
         """Yield the operations of samplers on a batch.
 
-        edges: edges of each layer that each rank lays out [ranks]. pushed: as `MiniBatch.pushed`.
-        peers: 1 for every two ranks that may send each other ids or edges [ranks, ranks].
+        facts: counts of layers 1 .. L, of the edges that each rank lays out. pushed: as
+        `MiniBatch.pushed`. peers: 1 for every two ranks that may send each other ids or edges
+        [ranks, ranks].
         """
         layers, specs = range(1, batch.layers + 1), self.problem.model.layers
         # whether a GPU's sampling is counted as computation; some clusters have a measured rate
@@ -148,7 +157,7 @@ class Supply:
             yield from sized_exchange("push", pushed, peers, ahead="host", itemsize=NEIGHBOUR)
         # edges of 'mean' are the unit: others have self edges or other weights
         weights = [LAID[spec.edges][0] / LAID["mean"][0] for spec in specs]
-        laid = np.sum([w * each for w, each in zip(weights, edges, strict=True)], axis=0)
+        laid = np.sum([w * f.edges for w, f in zip(weights, facts, strict=True)], axis=0)
         relaid = 0 if batch.pushed is None else RELAID * batch.sampled(1)
         yield self._sampled("lay", laid + relaid)
 
@@ -243,7 +252,7 @@ class Supply:
         store, loads = self.store, self.loads(batch)
         if store.caches:
             hits, host = loads.hits.astype(np.float64), loads.host.astype(np.float64)
-            if self.lays_there and self.picks_there:
+            if self.picks_there:
                 moved, launches = 2 * (hits + 2 * host) + LOOKED_UP * batch.facts(1).sources, 6
             else:  # cached rows are gathered, then all rows are put in their order
                 moved, launches = 2 * (hits + (hits + host) * (host * hits > 0)), 1
@@ -282,7 +291,7 @@ class Supply:
         else:
             elsewhere = np.maximum(elsewhere, sampling - graph)
         cache = 0.0 * features + store.held(problem)
-        if self.lays_there and self.picks_there:
+        if self.picks_there:
             cache = cache + PLACE_IN_CACHE * problem.stats.vertices
         lists = self.lists_held()
         data = {"features": features, "cache": cache, "graph": graph, "lists": lists}
@@ -309,7 +318,7 @@ class Supply:
         degrees = ENTRY * (1 + stats.directed) * stats.vertices
         copied = np.array([bytes_at(problem, lists, [rank]) for rank in ranks]) - degrees
         if not problem.on_cpu:
-            return copied * (self.lists_there == 1.0 and (self.lays_there or inline))
+            return copied * self.draws_there
         order = PLACE * stats.edges * (1 + inline) * (problem.workload.task == "link")
         own = degrees + PLACE_AMONG_SOURCES * stats.vertices * inline + order
         return own + copied * (lists is not None or isinstance(problem.graph, PartGraph))
