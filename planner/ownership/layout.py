@@ -89,7 +89,7 @@ class LayerCounts:
     remote_own: np.ndarray | None = None
     fresh: RankMatrix | None = None  # halo rows sent in this step; None: all [ranks, ranks]
 
-    @cached_property
+    @property
     def halo_rows(self) -> np.ndarray:
         """Halo rows that each rank has, received in this step or cached from earlier [ranks]."""
         return np.asarray(self.halo.sum(0))

@@ -45,8 +45,8 @@ all stages:
                               rows are smaller (planner/gnn/rows.py)
     2 b sum_l H_{l-1} halo    hybrid: over layers whose input changes between steps; halo: rows that
                               other members of the group read, in any chunk (Sec. 3.2.3)
-    2 (g-1) W b               hybrid: all-reduces of each stage's weights in its group (4 for b
-                              where rows are bfloat16)
+    2 (g-1) W b               hybrid: all-reduces of each stage's weights in its group, with at
+                              least 4 B for b
 
 Without groups no term has a factor L. Source: GNNPipe (arXiv 2308.10087), Alg. 1 and Sec. 3.2.
 (A halo of neighbours inside the same chunk only would give two thirds of the printed bytes.)
