@@ -234,8 +234,10 @@ def resumable(
     """Return the epochs from which `ranks` can resume -> the `question` of the plan that wrote it.
 
     Each rank needs its own file of this plan, or the files of all ranks of another plan. ours:
-    `question` of this plan. tell: called with a note per damaged file of `ranks`. Raises SpecError
-    if a file is of another training, or of a strategy that cannot hand over to this plan's.
+    `question` of this plan. tell: called with a note per damaged file of `ranks`. Rank 0 leaves out
+    checkpoints of later epochs than its metrics.jsonl has, unless none is left then. Raises
+    SpecError if a file is of another training, or of a strategy that cannot hand over to this
+    plan's.
     """
     found, folder, damaged = dict[int, Json](), out / "checkpoints", dict[Path, str]()
 
@@ -259,6 +261,11 @@ def resumable(
             found[epoch] = theirs
     for note in damaged.values():
         tell(note)
+    metrics, last = out / "metrics.jsonl", max(found, default=0)
+    kept = whole_lines(metrics, last)[0] if 0 in ranks else last
+    if kept < last and (earlier := {epoch: found[epoch] for epoch in found if epoch <= kept}):
+        tell(f"note: {metrics} has {kept} epochs; going on without the checkpoint of epoch {last}")
+        return earlier
     return found
 
 

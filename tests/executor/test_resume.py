@@ -255,6 +255,20 @@ def test_metrics_that_lack_epochs_refuse_before_anything_is_removed(tmp_path):
     must_go_on(tmp_path, 1, 4)
 
 
+def test_metrics_with_a_torn_line_go_on_from_the_checkpoint_before(tmp_path):
+    """It was refused, although an earlier checkpoint was there; a torn checkpoint never was."""
+    told, metrics = list[str](), tmp_path / "metrics.jsonl"
+    for rank in range(2):
+        saved(tmp_path, rank, 10, 20)
+    metrics.write_text('{"epoch": 1}\n' * 19 + '{"epo')
+    assert list(resumable(tmp_path, [0], QUESTION, told.append)) == [10]
+    note = f"note: {metrics} has 19 epochs; going on without the checkpoint of epoch 20"
+    assert told == [note]
+    assert list(resumable(tmp_path, [1], QUESTION)) == [10, 20]  # a server may have no metrics
+    metrics.write_text('{"epoch": 1}\n' * 9)  # no checkpoint is left: must_go_on refuses
+    assert list(resumable(tmp_path, [0], QUESTION)) == [10, 20]
+
+
 def test_a_folder_has_one_run_at_a_time(tmp_path):
     """Two that began together ended both, and left metrics that nobody could read."""
     words = tmp_path, "another run trains in", "give another --out"
