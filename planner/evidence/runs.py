@@ -65,6 +65,7 @@ class _Rank(TypedDict, total=False):
     peak_rss_bytes: Required[Count]
     peak_bytes: Required[Count | None]
     rows: dict[str, Count]
+    epochs: Count  # without those that another plan trained
     before: list[_Part]
     # (|used - exact|, |exact|) per step; older versions add PipeGCN's bound of the first number
     gradient_errors: dict[
@@ -108,6 +109,13 @@ def read_run(directory: Path) -> tuple[list[Json], list[Json]]:
             raise SpecError(
                 f"{directory}: a rank*.json needs bytes and setup_bytes by operation,"
                 f" peak_rss_bytes and peak_bytes; {make}"
+            )
+        epochs = len(metrics) - trained_before([rank])
+        if (counted := rank.get("epochs", epochs)) != epochs:
+            raise SpecError(
+                f"{directory}/metrics.jsonl has {epochs:,} epochs of this plan, and a rank*.json"
+                f" counted {counted:,}; put it back, or train again from a checkpoint (`gnnplan run"
+                f" --resume {quote(str(directory))}`)"
             )
     return metrics, ranks
 
