@@ -354,6 +354,11 @@ BAD_EXTRAS = {
     "ids beyond": ("split", lambda d: np.savez(d, train=[N]), r"train_mask\[0\].*\[0, 29\]"),
     "masks short": ("split", lambda d: np.savez(d, train=[True]), "a value for each of 30"),
     "no training": ("split", lambda d: np.savez(d, test=[1]), "needs train"),
+    # ignored: no vertex was evaluated on
+    "a misspelt set": (
+        *("split", lambda d: d.write(b'{"train": [0], "vaild": [1]}')),
+        "extra: set 'vaild' is unknown; did you mean valid",
+    ),
     "no lists": ("split", lambda d: d.write(b"{}"), "a split needs train, val"),
     "binary junk": ("features", lambda d: d.write(b"\0\xff" * 40), "is no .npy"),
     "empty": ("labels", lambda d: d.write(b""), "vertices"),

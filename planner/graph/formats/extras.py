@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from gnnplan.planner.graph.data import labels_of, mask_of, mask_of_ids, named, read_labels
+from gnnplan.planner.graph.data import WORDS, labels_of, mask_of, mask_of_ids, named, read_labels
 from gnnplan.planner.graph.formats import tables
 from gnnplan.planner.graph.formats.libraries import load_tensors
 from gnnplan.planner.graph.formats.tables import load_matrix, of_matrix
@@ -30,7 +30,7 @@ from gnnplan.planner.graph.parts import (
     vertices_of,
 )
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.files import must_be_file, read_json
+from gnnplan.planner.vocabulary.files import must_be_file, one_of, read_json
 
 LARGEST_JSON = 1 << 30  # [B]
 AS_JSON = 'write {"train": [ids], "val": [ids], "test": [ids]}'
@@ -235,6 +235,9 @@ def masks_in(path: str, parts: Parts) -> dict[str, Array]:
                 f"{path}: a split is a dictionary of masks or of lists of vertex ids, this is"
                 f" {type(held).__name__}; {AS_JSON}"
             )
+        if may_lack:
+            words = [word for words in WORDS.values() for word in words]
+            held = {one_of(f"{path}: set", name, words): of for name, of in held.items()}
         found = {n: tensor_array(path, n, of) for n, of in named(held).items()}
     if not found or ("train_mask" not in found and not may_lack):
         raise SpecError(
