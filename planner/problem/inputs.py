@@ -24,6 +24,7 @@ from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import (
     Document,
     cache_dir,
+    from_json,
     meant,
     quoted,
     read_yaml,
@@ -224,11 +225,17 @@ def overridden(model: Model, overrides: Mapping[str, str]) -> Model:
             gpus = int(number_of(overrides.get("gpus_per_server", "")))
             if 0 < gpus < model.gpus_per_server:
                 data = model.shaped(model.servers, gpus).model_dump()
-    for key, value in overrides.items():
+    about = ("ranges", "provenance")  # set last, since a number that is replaced drops its own
+    for key in sorted(overrides, key=lambda key: key.startswith(about)):
         path = key.split(".")
-        # keys of collectives contain a dot: collectives.all_reduce.intra_node.bandwidth
+        value: Any = overrides[key]
+        # some keys contain a dot: collectives.all_reduce.intra_node.bandwidth, ranges.device.gemm
         if path[0] == "collectives" and len(path) > 2:
             path = [path[0], ".".join(path[1:-1]), path[-1]]
+        elif path[0] in about:
+            path = key.split(".", 1)
+        if path[0] == "ranges":
+            value = from_json(f"--set {key}={value}", value, "write low and high, as [0.8, 1.25]")
         target = data
         for name in path[:-1]:
             if target.get(name) is None:
@@ -240,7 +247,7 @@ def overridden(model: Model, overrides: Mapping[str, str]) -> Model:
                     f" fields{suggest(key, _leaves(type(model)))}"
                 )
         target[path[-1]] = value
-        if "provenance" in data and path[0] not in ("provenance", "name"):
+        if "provenance" in data and path[0] not in (*about, "name"):
             # The file's range of the old number is dropped too (scaling.py names constants).
             constant = path[0] if path[0] == "host_rates" else ".".join(path[:2])
             data["provenance"][constant] = "--set"

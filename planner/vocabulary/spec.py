@@ -24,11 +24,13 @@ from gnnplan.planner.vocabulary.units import kind, quantity
 
 Model = TypeVar("Model", bound=BaseModel)
 MOST_MISTAKES = 20  # mistakes in one message
-# pydantic's rule -> what the text must be that it could not read
+# pydantic's rule -> what the value must be that it could not read
 PARSED = {
     "float_parsing": "a number{of}, as 2",
     **dict.fromkeys(("int_parsing", "int_parsing_size"), "a whole number{of}, as 2"),
     **dict.fromkeys(("bool_parsing", "bool_type"), "true or false"),
+    "dict_type": "a mapping (key: value)",
+    "tuple_type": "a list, as [1, 2]",
 }
 EXAMPLES = {"B/s": "25GB/s", "s": "10us", "B": "24GiB", "flop/s": "27TFLOP/s", "W": "300W"}
 
@@ -182,8 +184,9 @@ def _mistake(
         return loc, "missing; this field is required"
     if rule == "model_type" and (model := _model_at(kind, loc)):
         needed = [name for name, field in model.model_fields.items() if field.is_required()]
-        least = f"; give {', '.join(needed)} at least" if needed else ""
-        return loc, f"must be a mapping of fields{least}"
+        fields = ", ".join(needed or model.model_fields)
+        give = f"{fields} at least" if needed else f"some of {fields}"
+        return loc, f"must be a mapping of fields; give {give}"
     if loc[:1] == ("fanout",):  # a union: pydantic reports each branch
         return loc[:1], "must be full, or a number of neighbours per layer such as 15,10"
     if loc[:1] == ("class_weights",):

@@ -88,13 +88,14 @@ servers: 2 => servers: 0 -> cluster.yaml:2: servers: must be greater than or equ
   memory: 24GiB =>   memory: 24GiB\n  gather: {64: {1MB: 1foo/s}} -> cluster.yaml:6: device.gather.64.1MB: '1foo/s' has
  => servers: 3\n -> cluster.yaml:12: servers: given twice, first in line 2
  => serverz: 3\n -> cluster.yaml:12: serverz: unknown field; did you mean servers?
- => provenance: [1]\n -> cluster.yaml:12: provenance: must be a valid dictionary
+ => provenance: [1]\n -> cluster.yaml:12: provenance: must be a mapping \(key: value\), not \[1\]
+ => ranges: {device.gemm: 2}\n -> cluster.yaml:12: ranges.device.gemm: must be a list, as \[1, 2\], not 2
  => collectives:\n  all_reduce.intra_node: {bandwith: 1GB/s}\n -> cluster.yaml:13: .*bandwith: unknown field; did you mean band
  => collectives:\n  all_redu.intra_node: {bandwidth: 1GB/s}\n -> no operation and link 'all_redu.intra_node'; did you mean all_reduce.intra_node
  => all_reduce: rings\n -> all_reduce: must be 'ring', 'tree' or 'hierarchical'
  => device: *d\n -> cluster.yaml:12: not valid YAML
  => provenance: &p {a: b}\ncollectives: *p\n -> cluster.yaml:.*anchors and aliases
- => provenance: !!python/object/apply:os.getcwd []\n -> cluster.yaml:12: provenance: must be a valid dictionary
+ => provenance: !!python/object/apply:os.getcwd []\n -> cluster.yaml:12: provenance: must be a mapping
  => a: [1\n -> cluster.yaml:.*not valid YAML
  => ? [a]\n: 1\n -> cluster.yaml:12: .*a key must be a word
 inter_node:\n  bandwidth: 200Gbit/s\n  latency: 10us\n =>  -> inter_node \(the link between servers\) must be given
@@ -313,11 +314,16 @@ def test_overrides_go_where_they_belong():
     given = ["servers=16", "inter_node.bandwidth=25GB/s", "hidden=256", "fanout=3,2"]
     given += ["device.gather.64=5GB/s", "device.power=0.3kW"]
     given += ["collectives.all_reduce.inter_node.bandwidth=2GB/s"]
+    # refused, as the last dot was taken for a field of `inter_node`
+    about = ["ranges.device.power=[0.8, 1.25]", "provenance.device.power=by hand"]
+    given = [*about, *given]
     cluster, workload = apply_overrides(read_cluster("pipegcn_2080ti"), Workload(), given)
     assert (cluster.servers, cluster.inter_node.bandwidth) == (16, 25e9)
     assert cluster.device.gather == {64: {1.0: 5e9}} and cluster.device.power == 300
     assert cluster.collectives["all_reduce.inter_node"].bandwidth == 2e9
     assert cluster.provenance["servers"] == cluster.provenance["inter_node.bandwidth"] == "--set"
+    assert cluster.provenance["device.power"] == "by hand"
+    assert cluster.ranges == {"device.power": (0.8, 1.25)}
     assert (workload.hidden, workload.fanout) == (256, (3, 2))
 
 
@@ -335,6 +341,8 @@ def test_overrides_go_where_they_belong():
         ("intra_node.bandwidth=25", "Check the unit"),
         ("servers=2", "--set servers: servers is 2, so inter_node"),
         ("device=3", "--set device: must be a mapping of fields; give memory, gemm"),
+        ("ranges.device.gemm=2", r"--set ranges.device.gemm: must be a list, as \[1, 2\], not 2"),
+        ("ranges.device.gemm=[2", r"not JSON .*; write low and high, as \[0.8, 1.25\]"),
     ],
 )
 def test_bad_overrides_are_named(setting, words):

@@ -322,7 +322,7 @@ EDGES_ALONE = dict.fromkeys(SMALL) | {"src": [0], "dst": [1]}
         ({"train_mask": [0, 1, 2, 0, 0]}, r"train_mask\[2\]: must hold booleans, .* found 2"),
         ({"test_mask": SMALL["train_mask"]}, r"train_mask, test_mask: .*share 2 vertices"),
         ({"meta": "{"}, "meta: not JSON"),
-        ({"meta": "[1]"}, "meta: must be a mapping of fields"),
+        ({"meta": "[1]"}, "meta: must be a mapping of fields; give some of vertices, classes"),
         (
             {"meta": json.dumps({"vertices": -5})},
             "meta.vertices: must be greater than or equal to 0, not -5",
@@ -469,6 +469,7 @@ def test_statistics(tmp_path):
     [
         ("nodes: 5", r"g.yaml:5: nodes: unknown field; .*llowed: vertices"),
         ("halo_rows: {2: x}", r"g.yaml:5: halo_rows.2: must be a whole number, as 2, not 'x'"),
+        ("halo_rows: 3", r"g.yaml:5: halo_rows: must be a mapping \(key: value\), not 3"),
         ("train_fraction: 60", "g.yaml:5: train_fraction: must be less than or equal to 1, not 60"),
         ("vertices: 3", "g.yaml:5: vertices: given"),
         ("halo_rows: {2: 101}", r"must be a whole number in \[0, 100\], got 101"),
