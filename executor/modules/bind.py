@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from itertools import takewhile
+from itertools import count, takewhile
 from typing import Any
 
 import numpy as np
@@ -31,10 +31,13 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.files import suggest
 from gnnplan.planner.vocabulary.numbers import offsets
 
-VERTICES = (53, 78)  # of the graph that a module is recorded on, and of another one to prove it on
+# Vertices of the graph that a module is recorded on, and of another one to prove it on; one more if
+# a tensor of the module has as many rows or columns, which would pass for rows of vertices.
+VERTICES = (53, 78)
 MANY_VERTICES = 1201  # of a larger graph, which tells sizes from other numbers
 FORWARD_BYTES = 4e9  # that forward may allocate on the smaller one, beside parameters
 PARTS = 4
+HUB = 53  # edges into one vertex of larger graphs
 MOST_BLOCKS = 33  # of a mini-batch: one per layer
 EACH = 4  # rows of each value of an integer field, if the graph has enough rows
 
@@ -325,7 +328,9 @@ def _drawn_edges(
     draw = np.random.default_rng(vertices)
     dense = draw.random((vertices, vertices)) < 1.5 / vertices
     dense[np.arange(vertices), (np.arange(vertices) + 1) % vertices] = True
-    dense[1, ::2] = True  # many edges into vertex 1, of which a module may leave out some
+    # Many edges into vertex 1, of which a module may leave out some. Fewer than 64, which tables
+    # by degree hold.
+    dense[1, : 2 * HUB : 2] = True
     dense[0, :] = False  # vertex 0 has no edges into it
     if not directed:
         dense[:, 0] = False
@@ -340,6 +345,9 @@ class Small:
     it. Raises Unfit if the module asks for something else."""
 
     def __init__(self, vertices: int, module: nn.Module, graph: GraphFields) -> None:
+        own = [p.shape for p in (*module.parameters(), *module.buffers()) if not is_lazy(p)]
+        sizes = {graph.features, graph.classes, *(size for shape in own for size in shape)}
+        vertices = next(n for n in count(vertices) if n not in sizes)
         indptr, sources, draw = copy.deepcopy(_drawn_edges(vertices, graph.directed))
         self.vertices, self.graph, self.binding = vertices, graph, bound(module, graph)
         self.module, self.adds_loops = module, False

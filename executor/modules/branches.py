@@ -232,10 +232,10 @@ def must_call_alike(
                     *((small, sizes, Limits(share)) for share in (1.0, 0.5, 0.0)),
                 )
             )
-            if words := _differing(few, more, others[0], sizes[0]):
+            if words := _differing(few, more, others[0], small, sizes[0]):
                 raise Unfit(words)
             is_decided = all(
-                each.ended and not _differing(few, more, each, sizes[0]) for each in others
+                each.ended and not _differing(few, more, each, small, sizes[0]) for each in others
             )
         if graph is None or (is_decided and refusal is None):
             continue
@@ -244,7 +244,7 @@ def must_call_alike(
             calls(_with_edges(own, dtype, fields, limits), own.vertices, is_training, limits)
             for own in (small, small.larger, _of_graph(small, graph))
         )
-        if words := _differing(few, more, many, sizes[0]):
+        if words := _differing(few, more, many, small, sizes[0]):
             raise Unfit(words)
         if refusal is not None and not (few.ended and more.ended and many.ended):
             raise refusal
@@ -286,18 +286,18 @@ def _with_edges(
     return values
 
 
-def _differing(few: _Calls, more: _Calls, many: _Calls, vertices: int) -> str:
+def _differing(few: _Calls, more: _Calls, many: _Calls, small: Small, vertices: int) -> str:
     """Return in words which call on the user's graph differs from those on small graphs; '': none.
 
     What two small graphs have in common, the user's graph must have too. A number in which they
     differ must be a size, of vertices or of a tensor that was made, on it too."""
-    known: dict[tuple[int, int], set[int]] = {(VERTICES[0], MANY_VERTICES): {vertices}}
+    known: dict[tuple[int, int], set[int]] = {(small.vertices, small.larger.vertices): {vertices}}
     read = ""
     together = zip_longest if few.ended and more.ended and many.ended else zip
     for here, larger, there in together(few.made, more.made, many.made):
         here, larger, there = (each or NOTHING for each in (here, larger, there))
         for (question, answer), (_, other) in zip(there.read, here.read, strict=False):
-            is_size = other == VERTICES[0] or isinstance(other, torch.Size)
+            is_size = other == small.vertices or isinstance(other, torch.Size)
             if answer != other and not is_size:
                 read = f" ({question} is {answer} there, and {other} here)"
         alike = zip(here.arguments, larger.arguments, there.arguments, strict=False)

@@ -26,6 +26,7 @@ from gnnplan.executor.modules.prove import (
     moments_of,
     must_compute,
     recorded_of,
+    stirred,
 )
 from gnnplan.executor.modules.record import COUNTER, Named, Node, Recorded, Unfit, live_nodes
 from gnnplan.planner.gnn.kinds import KINDS
@@ -255,7 +256,7 @@ def _prove(module: nn.Module, chain: Chain, graph: GraphFields) -> None:
         {"dtype": "float64", **chain.fields, "module": description.model_dump()}
     )
     model = describe(workload, *widths)
-    small = Small(VERTICES[1], module, graph)
+    small, module = Small(VERTICES[1], module, graph), stirred(module)
     buffers = {name: each for name, each in module.named_buffers() if each.is_floating_point()}
     named = {**module.state_dict(), **buffers}
     state = {name: named[name].double() for name in (*chain.places, *buffers)}

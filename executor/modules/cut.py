@@ -482,6 +482,8 @@ class Cutter:
         return ends[1 - reader], ends[reader]
 
     def _is_sum(self, node: Node, rows: Node, edges: Node, weight: Node | None) -> bool:
+        if not rows.value.is_floating_point():  # which the kernel needs
+            return False
         source, reader = self._ends(edges)
         sent = rows.value[source]
         if weight is not None:

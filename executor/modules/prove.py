@@ -10,17 +10,17 @@ from __future__ import annotations
 import copy
 import os
 import pickle
-import random
 import sys
 import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from io import BytesIO
 from pathlib import Path
-from types import CellType, FunctionType
+from types import CellType, FunctionType, ModuleType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -74,8 +74,8 @@ WITHIN = 1e-9  # of the largest number
 def run_once(module: nn.Module, graph: GraphFields, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the output of `forward` on a small graph with such fields. Raises Unfit."""
     small = Small(VERTICES[0], module, graph)
-    with torch.no_grad():
-        return _output(module, small, small.given(dtype))
+    with torch.set_grad_enabled(module.training):  # as in a training, which may ask
+        return _output(module, small, small.given(dtype)).detach()
 
 
 @contextmanager
@@ -311,6 +311,19 @@ def make_a_step(*modules: nn.Module) -> None:
                 parameter.mul_(1.1).add_(0.01)
 
 
+def stirred(module: nn.Module) -> nn.Module:
+    """Return a copy in float64 with other parameters, as training makes them: those that are 0 at
+    first would hide rows, and gradients that they multiply."""
+    own, draw = copy.deepcopy(module).to(torch.float64), torch.Generator().manual_seed(0)
+    make_a_step(own)
+    with torch.no_grad():
+        for parameter in own.parameters():
+            if parameter.requires_grad:
+                noise = torch.rand(parameter.shape, generator=draw, dtype=torch.float64)
+                parameter.add_(0.1 * noise)
+    return own
+
+
 # what is compared with a module: an output, and a function that returns, after the backward pass,
 # the gradients of the module's parameters and its buffers, by name
 Candidate = tuple[Tensor, Callable[[], Mapping[str, Tensor | None]]]
@@ -318,7 +331,7 @@ Candidate = tuple[Tensor, Callable[[], Mapping[str, Tensor | None]]]
 
 def prove(module: nn.Module, pieces: Pieces, small: Small) -> None:
     """Raise Unfit if the pieces compute something else than the module. Both are in float64."""
-    asked: Unfit | None = None
+    asked, module = None, stirred(module)
     try:
         pieces.structure.must_answer_alike(small.whole, small.fields)
     except Asked as error:  # Python may do the same with it
@@ -439,7 +452,7 @@ def must_compute(
             _guarded(small, (expected.flatten() * weights).sum().backward)
         buffers = {name: buffer.clone() for name, buffer in own.named_buffers()}
         make_a_step(own, new)  # numbers that forward has kept know nothing of it
-        with torch.no_grad():
+        with torch.set_grad_enabled(is_training):
             again, first = (run(each, is_training, values) for each in (own, new))
             if differing(again, first) is not None:
                 raise Unfit(
@@ -452,6 +465,13 @@ def must_compute(
                 f"forward changes {changed[0]} from call to call, and it is recorded once; leave"
                 " that out, or train a module per value"
             )
+        if not is_training:
+            with_gradients = run(copy.deepcopy(new), is_training, values)
+            if differing(with_gradients, first) is not None:
+                raise Unfit(
+                    "forward makes other rows in evaluation where autograd is off, as it asks"
+                    " torch.is_grad_enabled(); let it ask self.training"
+                )
         new = copy.deepcopy(module).to(torch.float64)
         _must_keep_nothing_else(
             own, new, partial(run, values=small.given(torch.float64)), is_training
@@ -515,6 +535,7 @@ def _must_keep_nothing_else(
     with torch.no_grad():
         for name, tensor in (*new.named_parameters(), *new.named_buffers()):
             tensor.copy_(kept.get(name, tensor))
+    with torch.set_grad_enabled(not was_training):
         first, second = (run(each, not was_training) for each in (used, new))
     if differing(first, second) is not None:
         raise Unfit(
@@ -549,11 +570,18 @@ def must_learn_its_own(output: Tensor, module: nn.Module) -> None:
             )
 
 
+class _WithoutTensors(pickle.Pickler):
+    """A pickler that leaves out tensors and modules, which training changes."""
+
+    def persistent_id(self, value: Any) -> str | None:
+        return "" if isinstance(value, (Tensor, nn.Module)) else None
+
+
 def numbers_of(module: nn.Module) -> dict[str, Any]:
     """Return the state that a module, its submodules, functions and the user's files keep, by name.
 
     That is numbers and texts, tensors of one number or of integers, the sizes of containers, and
-    the states of iterators and random generators; but not batch norm's count of batches."""
+    the states of other objects without their tensors; but not batch norm's count of batches."""
     found: dict[str, Any] = {}
     files = {
         name: code
@@ -573,26 +601,30 @@ def numbers_of(module: nn.Module) -> dict[str, Any]:
             learns = isinstance(value, nn.Parameter) or value.grad_fn is not None
             if counts and not learns and value.layout == torch.strided:
                 found[name] = value.tolist()
-        elif isinstance(value, (Iterator, random.Random, np.random.Generator)):
-            with suppress(Exception):  # some cannot be pickled
-                found[name] = pickle.dumps(value)
         elif depth and isinstance(value, (list, tuple)):
             note(name, dict(enumerate(value)), depth)
         elif depth and isinstance(value, dict):
             for key, each in tuple(value.items()):
                 note(f"{name}.{key}", each, depth - 1)
-        elif isinstance(value, nn.Module) or not hasattr(value, "__dict__"):
+        elif isinstance(value, (nn.Module, ModuleType)):
             return
-        elif getattr(value, "__module__", None) in files:
+        elif hasattr(value, "__dict__") and getattr(value, "__module__", None) in files:
             note(name, dict(vars(value)), depth)
             if isinstance(value, FunctionType):
                 captured = [c.cell_contents for c in value.__closure__ or () if c != CellType()]
                 note(name, [*(value.__defaults__ or ()), *captured], depth)
+        elif depth and not isinstance(value, (set, deque, Callable)):  # type: ignore[arg-type]
+            state = BytesIO()
+            try:
+                _WithoutTensors(state).dump(value)
+                found[name] = state.getvalue()
+            except Exception:  # it holds a lambda, for instance
+                note(name, dict(getattr(value, "__dict__", {})), depth - 1)
 
     note("os.environ", dict(os.environ), 1)
     for path, part in module.named_modules():
-        if not isinstance(part, _NormBase):
-            note(f"self.{path}".rstrip("."), vars(part), 3)
+        counts = {"_buffers": None} if isinstance(part, _NormBase) else {}
+        note(f"self.{path}".rstrip("."), vars(part) | counts, 3)
     for code in files.values():
         file = Path(str(code.__file__)).name
         for name, value in tuple(vars(code).items()):

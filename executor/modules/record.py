@@ -80,7 +80,7 @@ UNRECORDED = (
 # calls that return a tensor's numbers to Python
 TO_PYTHON = (
     *("__bool__", "__int__", "__float__", "__index__", "__complex__"),
-    *("item", "tolist", "numpy"),
+    *("item", "tolist", "numpy", "__array__"),
 )
 
 
