@@ -41,7 +41,8 @@ SPARSE = 0.1  # features with at most this share of nonzero numbers are stored s
 AT_ONCE = 1 << 24  # [B] of an array that are hashed and checked at a time
 LARGEST_WHOLE = 1 << 53  # float64 represents all whole numbers up to this one exactly
 COMPARED = 4096  # sample rows, the first and evenly spaced, that compare float32 with float64
-FINITE = "features must be finite in float32"
+FINITE = "features must be finite"
+BEYOND_FLOAT32 = 2.0**128 - 2.0**103  # float32 rounds numbers from this one on to infinity
 MERGED = 0.01  # share of distinct numbers that float32 may merge without a note
 
 
@@ -74,6 +75,7 @@ class GraphStats:
     packed: bool = False  # features are the concatenated inputs of a user's module (with_inputs)
     held_out: int = 0  # link prediction: directed held-out edges, not counted in `edges`
     numbers: bool = False  # regression: y holds numbers, `classes` of them per vertex
+    beyond_float32: float = 0.0  # largest magnitude of the features, if it is infinite in float32
 
     @property
     def dense(self) -> bool:
@@ -180,7 +182,14 @@ class Graph:
         return np.asarray(x.toarray() if sp.issparse(x) else x)
 
     def in_float32(self) -> Graph:
-        """Return the graph with features in float32; features that stay in their file are kept."""
+        """Return the graph with features in float32; features that stay in their file are kept.
+
+        Raises SpecError for features that are infinite in float32."""
+        if found := self.stats.beyond_float32:
+            raise SpecError(
+                f"{self.stats.source}: x: features must be finite in float32, found magnitudes up"
+                f" to {found:.6g}; scale them, or use --dtype float64"
+            )
         if self.x.dtype == np.float32 or not (type(self.x) is np.ndarray or sp.issparse(self.x)):
             return self
         x = self.x.astype(np.float32)
@@ -334,11 +343,12 @@ def finish(graph: Graph) -> Graph:
         return _hash(stats.directed, (*structure, *features, *others), fields)
 
     if mapped := isinstance(x, np.memmap):
-        key = f"{state_of(Path(str(x.filename)))} {hashed()}"
-        found = remembered("features", key, lambda: (hashed(x), _nonzeros(stats.source, x)))
-        digest, nonzeros = found[0]
+        key = f"{state_of(Path(str(x.filename)))} {hashed()} largest"
+        found = remembered("features", key, lambda: (hashed(x), *_counted(stats.source, x)))
+        digest, nonzeros, beyond = found[0]
     else:
-        digest = hashed(*feature_arrays(x).values())
+        arrays = [*feature_arrays(x).values()]
+        digest, beyond = hashed(*arrays), _beyond_float32(arrays[-1])
         nonzeros = int(np.count_nonzero(x)) if isinstance(x, np.ndarray) else int(x.nnz)
     sparse = 0 < nonzeros <= SPARSE * stats.vertices * stats.features
     if sparse and mapped:
@@ -356,7 +366,11 @@ def finish(graph: Graph) -> Graph:
     # nobody may change the arrays, so the hash stays valid
     freeze(*structure, *feature_arrays(x).values(), *others, *fields.values())
     stats = dataclasses.replace(
-        stats, hash=digest, nonzeros=nonzeros * sparse, spread=spread_of(graph.degree)
+        stats,
+        hash=digest,
+        nonzeros=nonzeros * sparse,
+        spread=spread_of(graph.degree),
+        beyond_float32=beyond,
     )
     return dataclasses.replace(graph, stats=stats, x=x)
 
@@ -407,14 +421,24 @@ def drop_pages(array: Any) -> None:
         pages.madvise(mmap.MADV_DONTNEED)
 
 
-def _nonzeros(source: str, x: Any) -> int:
-    """Count the nonzeros of mapped features. Raises SpecError for NaN and infinities."""
-    first = count = 0
+def _counted(source: str, x: Any) -> tuple[int, float]:
+    """Return the number of nonzeros of mapped features, and `GraphStats.beyond_float32`.
+
+    Raises SpecError for NaN and infinities."""
+    first, count, beyond = 0, 0, 0.0
     for piece in some_rows(x):
-        with np.errstate(over="ignore", invalid="ignore"):
-            must_be_finite(source, "x", piece.astype(np.float32, copy=False), first)
+        must_be_finite(source, "x", piece, first)
         first, count = first + len(piece), count + int(np.count_nonzero(piece))
-    return count
+        beyond = max(beyond, _beyond_float32(piece))
+    return count, beyond
+
+
+def _beyond_float32(numbers: Array) -> float:
+    """Return the largest magnitude of finite numbers if it is infinite in float32, else 0."""
+    if numbers.dtype == np.float32:
+        return 0.0
+    largest = float(max(numbers.max(initial=0.0), -numbers.min(initial=0.0)))
+    return largest if largest >= BEYOND_FLOAT32 else 0.0
 
 
 def narrowed(path: str, name: str, array: Array, first: int = 0) -> Array:
@@ -422,9 +446,11 @@ def narrowed(path: str, name: str, array: Array, first: int = 0) -> Array:
 
     first: row number of the first row, for messages. Raises SpecError for NaN, infinities, and
     whole numbers that float64 cannot represent exactly."""
-    with np.errstate(over="ignore", invalid="ignore"):
+    with np.errstate(over="ignore"):
+        if array.dtype.itemsize > 8:
+            array = array.astype(np.float64)
         narrow = array.astype(np.float32, copy=False)
-    must_be_finite(path, name, narrow, first)
+    must_be_finite(path, name, array, first)
     if array.dtype == np.float32 or array.dtype.itemsize < 4:
         return narrow
     if array.dtype.kind in "iu" and (
@@ -448,9 +474,10 @@ def merging_note(x: Features) -> list[str]:
     rows = x[np.unique(np.append(spread, np.arange(count)))]
     sparse = sp.issparse(rows)
     rows = rows.data[:, None] if sparse else rows
+    with np.errstate(over="ignore"):
+        both = (np.sort(each, axis=0) for each in (rows, rows.astype(np.float32)))
     before, after = (  # counts of distinct numbers per column, in float64 and in float32
-        1 + np.count_nonzero(np.diff(np.sort(each, axis=0), axis=0), axis=0)
-        for each in (rows, rows.astype(np.float32))
+        1 + np.count_nonzero(each[1:] != each[:-1], axis=0) for each in both
     )
     worst = int((after / before).argmin())
     if after[worst] >= (1 - MERGED) * before[worst]:

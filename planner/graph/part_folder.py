@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
 from hashlib import blake2b
@@ -41,7 +42,7 @@ from gnnplan.planner.graph.graph import (
 )
 from gnnplan.planner.graph.npy import mapped_array
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.files import must_be_file, read_bytes
+from gnnplan.planner.vocabulary.files import Json, must_be_file, read_bytes
 from gnnplan.planner.vocabulary.numbers import Ints, offsets, ranges, runs
 from gnnplan.planner.vocabulary.units import show_count
 
@@ -103,16 +104,34 @@ def digest_of(path: Path) -> str:
         return hashlib.file_digest(stream, partial(blake2b, digest_size=16)).hexdigest()
 
 
+def sealed(described: Json) -> Json:
+    """Return the fields of a .json file with `digest`, the digest of all other fields."""
+    fields = {name: value for name, value in described.items() if name != "digest"}
+    text = json.dumps(fields, sort_keys=True).encode()
+    return fields | {"digest": blake2b(text, digest_size=16).hexdigest()}
+
+
 def parsed(kind: type[T], path: Path) -> T:
-    """Read a file's JSON as a `kind`, one of the classes above. Raises SpecError."""
+    """Read a file's JSON as a `kind`, one of the classes above. Raises SpecError.
+
+    Files of the first folders have no `digest` of their fields (`sealed`)."""
+    text = read_bytes(path, MOST_DESCRIBED, AGAIN)
     try:
-        return TypeAdapter(kind).validate_json(read_bytes(path, MOST_DESCRIBED, AGAIN))
+        found = TypeAdapter(kind).validate_json(text)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = "".join(f"{name}: " for name in first["loc"])
         raise SpecError(
             f"{path}: {where}{first['msg']}, so it describes no parts; {AGAIN}"
         ) from error
+    fields = json.loads(text)
+    digest = sealed(fields)["digest"]
+    if (told := fields.get("digest", digest)) != digest:
+        raise SpecError(
+            f"{path}: is not what was written (its fields have the digest {digest}, and had"
+            f" {told}); copy it again, or {AGAIN}"
+        )
+    return found
 
 
 class PartFolder:
@@ -141,11 +160,12 @@ class PartFolder:
             raise SpecError(f"{path}: {about.graph.vertices:,} vertices; {IDS_REACH}; take fewer")
         if lacking := SHARED - about.files.keys():
             raise SpecError(f"{path}: tells of no {min(lacking)}.npy; {AGAIN}")
-        if (found := sum(about.vertices)) != about.graph.vertices:
-            raise SpecError(
-                f"{path}: its parts have {found:,} vertices, and its graph"
-                f" {about.graph.vertices:,}; {AGAIN}"
-            )
+        for what in ("vertices", "edges"):
+            found, whole = sum(getattr(about, what)), getattr(about.graph, what)
+            if found != whole:
+                raise SpecError(
+                    f"{path}: its parts have {found:,} {what}, and its graph {whole:,}; {AGAIN}"
+                )
         self._must_be_there(self.path, about.files)
         return about
 

@@ -6,6 +6,7 @@ files."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ from gnnplan.planner.graph.part_folder import (
     Stored,
     digest_of,
     parsed,
+    sealed,
 )
 from gnnplan.planner.ownership.layout import LayerCounts, Layout, RankLayer, reached
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -121,8 +123,9 @@ def write_parts(
     known: dict[int, Part] = {}
     try:
         with _alone_beside(folder, begun):
-            earlier = ((number, _written(begun, number, name)) for number in range(parts))
-            known |= {number: part for number, part in earlier if part is not None}
+            for number in range(parts):
+                if part := _written(begun, number, name):
+                    known[number] = part
             _keep_only({f"part{number}" for number in known}, begun)
             for number in range(parts):
                 if number not in known:
@@ -159,12 +162,16 @@ def _name_of(graph: Graph, owner: np.ndarray, method: str, seed: int) -> str:
 
 
 def _written(begun: Path, number: int, name: str) -> Part | None:
-    """Return a part of the partition `name` that an earlier call wrote; None if there is none."""
+    """Return a part of the partition `name` that an earlier call wrote.
+
+    None if there is none, or if a file of it is not what was written."""
+    folder = begun / f"part{number}"
     try:
-        part = parsed(Part, begun / f"part{number}" / OF_PART)
-    except SpecError:
+        part = parsed(Part, folder / OF_PART)
+        intact = (digest_of(folder / f"{of}.npy") == at.digest for of, at in part.files.items())
+        return part if part.cut == name and all(intact) else None
+    except (SpecError, OSError):
         return None
-    return part if part.cut == name else None
 
 
 @contextmanager
@@ -266,7 +273,8 @@ def _describe(
 def _save_text(path: Path, about: Part | Description) -> None:
     with open(path, "xb") as stream:
         # defaults are left out: JSON has no infinity (GraphStats.near_seed)
-        stream.write(TypeAdapter(type(about)).dump_json(about, indent=1, exclude_defaults=True))
+        text = TypeAdapter(type(about)).dump_json(about, exclude_defaults=True)
+        stream.write(json.dumps(sealed(json.loads(text)), indent=1).encode())
         stream.flush()
         os.fsync(stream.fileno())
 

@@ -17,6 +17,7 @@ from gnnplan.planner.graph.data import read_labels
 from gnnplan.planner.graph.formats import Extras, convert, of_object, tables
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load, source_of
+from gnnplan.planner.ownership.parts import write_parts
 from gnnplan.planner.problem.inputs import read_cluster
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -498,6 +499,20 @@ def test_features_that_float32_does_not_tell_apart_are_kept_and_said(tmp_path, w
     assert problem.graph.x.dtype == (np.float64 if kept else np.float32)
     exact = Problem(graph.stats, graph, Workload(dtype="float64"), read_cluster("local")).graph
     assert exact is graph
+
+
+@every_format
+def test_features_beyond_float32_are_kept_in_float64(tmp_path, written):
+    """They were refused as -inf in every dtype, to be cleaned with nan_to_num."""
+    x = X * np.float64(-1e39)
+    graph = written(tmp_path, HOLDS | {"x": x})
+    write_parts(graph, np.arange(N, dtype=np.int32) % 2, "hash", 0, tmp_path / "parts")
+    rule = r"finite in float32, found magnitudes up to [\d.]+e\+39; scale them, or .*dtype float64"
+    for found in (graph, load(str(tmp_path / "parts"))):
+        assert found.x.dtype == np.float64 and np.array_equal(found.features(np.arange(N)), x)
+        Problem(found.stats, found, Workload(dtype="float64"), read_cluster("local"))
+        with pytest.raises(SpecError, match=rule):
+            Problem(found.stats, found, Workload(), read_cluster("local"))
 
 
 @every_format

@@ -21,7 +21,7 @@ from gnnplan.planner.decision import plan as documents
 from gnnplan.planner.graph.formats import recognise
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
-from gnnplan.planner.graph.part_folder import PartFolder
+from gnnplan.planner.graph.part_folder import PartFolder, digest_of
 from gnnplan.planner.graph.partition import edges_between, partition, undirected
 from gnnplan.planner.ownership import parts
 from gnnplan.planner.ownership.layout import Layout, reached
@@ -213,13 +213,25 @@ def test_a_plan_is_of_its_parts(tmp_path):
 
 
 def changed(path: Path, **fields: object) -> None:
+    """A file of the first folders, which has no digest of its fields."""
     with rewritten(path) as document:
         document |= fields
+        document.pop("digest", None)
+
+
+def edited(what: str, value: object) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        with rewritten(folder / "parts.json") as document:
+            of = document["graph"] if what in document["graph"] else document
+            assert of[what] != value
+            of[what] = value
+
+    return edit
 
 
 def many_vertices(folder: Path) -> None:
-    with rewritten(folder / "parts.json") as document:
-        document["graph"]["vertices"] = 2**31
+    edited("vertices", 2**31)(folder)
+    changed(folder / "parts.json")
 
 
 def test_parts_of_another_graph_are_refused(tmp_path):
@@ -247,6 +259,12 @@ BREAK: dict[str, tuple[Callable[[Path], object], str]] = {
     "many": (many_vertices, r"2,147,483,648 vertices; ids of 32 bits reach"),
     "none": (lambda f: changed(f / "parts.json", parts=0, digests=[]), "describes 0 parts"),
     "no files": (lambda f: changed(f / "parts.json", files={}), "tells of no degree.npy"),
+    # each of these was planned for, and the run ended in a traceback or trained something else
+    "features": (edited("features", 77), r"parts.json: is not what was written \(its fields have"),
+    "classes": (edited("classes", 2), "parts.json: is not what was written"),
+    "edges": (edited("edges", 7), "parts.json: is not what was written"),
+    "halo": (edited("halo", [1, 1, 1]), "parts.json: is not what was written"),
+    "fewer edges": (lambda f: changed(f / "parts.json", edges=[1, 1, 1]), "have 3 edges, and its"),
     "fewer": (lambda f: changed(f / "parts.json", vertices=[1, 1, 1]), "have 3 vertices, and its"),
     "bits": (
         lambda f: turn_a_bit(f / "part1/indices.npy"),
@@ -266,6 +284,15 @@ def test_damaged_parts_are_refused(tmp_path, what):
         everyone = np.arange(graph.stats.vertices)
         graph.neighbours(everyone)
         graph.features(everyone)
+
+
+def test_the_first_folders_which_have_no_digest_of_a_description_are_read(tmp_path):
+    folder = written(load(GRAPH), tmp_path / "parts")
+    for part in folder.glob("part?"):
+        changed(part / "part.json")
+    digests = [digest_of(folder / f"part{part}" / "part.json") for part in range(3)]
+    changed(folder / "parts.json", digests=digests)
+    assert np.array_equal(load(str(folder)).indices, load(GRAPH).indices)
 
 
 @contextmanager
@@ -349,6 +376,23 @@ def test_parts_of_another_cut_are_not_gone_on_with(tmp_path):
     folders = sorted(path.name for path in folder.iterdir() if path.is_dir())
     assert folders == ["part0", "part1", "part2"]
     assert np.array_equal(load(str(folder)).indices, graph.indices)
+
+
+def test_a_kept_part_that_is_damaged_is_written_again(tmp_path):
+    """Its part.json alone was read: a folder was complete, and no run could read it."""
+    graph, folder, begun = load(GRAPH), tmp_path / "parts", tmp_path / ".parts.begun"
+    whole = written(graph, tmp_path / "whole", 5)
+    shutil.copytree(whole, begun)
+    os.truncate(begun / "part0/x.npy", 999)
+    turn_a_bit(begun / "part1/ids.npy")
+    (begun / "part2/y.npy").unlink()
+    with rewritten(begun / "part3/part.json") as document:
+        document["vertices"] += 1
+    kept = (begun / "part4/x.npy").stat().st_ino
+    written(graph, folder, 5)
+    assert (folder / "part4/x.npy").stat().st_ino == kept
+    for path in whole.rglob("*.*"):
+        assert (folder / path.relative_to(whole)).read_bytes() == path.read_bytes(), path
 
 
 def test_one_partition_at_a_time_writes_a_folder(tmp_path):
