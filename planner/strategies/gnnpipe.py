@@ -9,8 +9,8 @@ that a chunk reads from a later chunk is historical: its values are from an earl
                                    them: all its layers if g = 1, else one layer (0: the encoder)
 
     pipeline: 3 stages, 4 chunks, one step; f: forward of the stage's layers on a chunk, b: backward
-    stage 0  |f0|f1|f2|f3|                    |b3|b2|b1|b0|update
-    stage 1     |f0|f1|f2|f3|              |b3|b2|b1|b0|update
+    stage 0  |f0|f1|f2|f3|           |b3|b2|b1|b0|update
+    stage 1     |f0|f1|f2|f3|     |b3|b2|b1|b0|update
     stage 2        |f0|f1|f2|f3|b3|b2|b1|b0|update
 
     hybrid: one chunk in a stage of 2 layers, g = 2; xx: halo exchange in the group
@@ -129,8 +129,8 @@ class GNNPipe(Strategy):
     period: the paper's alpha: epoch t reads the historical rows of epoch
         alpha * floor((t-1) / alpha); 1: those of the epoch before.
     layers_per_stage: number of layers of each stage; None: divided by cost.
-    checkpoint: keep a layer's inputs and gathered rows only, and recompute the rest in the
-        backward pass; aggregation is not repeated.
+    checkpoint: keep a layer's inputs and gathered rows only, or their sums where aggregation is
+        linear and comes first, and recompute the rest in the backward pass.
     bits: 8, 4 or 2 bits per number of a row sent to the next stage; None: rows are not quantized.
     """
 

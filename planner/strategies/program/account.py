@@ -282,9 +282,9 @@ class _Account:
         Ranks that share cores are assumed to compute all at the same time. A chunk passes stages
         and links in turn: stage n is place 2n, the link after it place 2n + 1 forward and 2n - 1
         backward. While a chunk is at a place, the chunk before or after it is at the next, if there
-        is one. Transfers of two places use a port at any time of a slot, the time of the slowest
-        stage, and leave each other half of the bandwidth. Cores are not among these ports, because
-        computation takes most of them.
+        is one. A transfer takes longer by the share of a slot, the time of the slowest stage, in
+        which transfers of other places use its busiest port. Cores are not among these ports,
+        because computation takes most of them.
         """
         slowdown = self.cost.cores.full_load_slowdown
         both = zip(self.ops, self.alone, strict=True)

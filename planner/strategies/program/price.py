@@ -427,8 +427,8 @@ def _crowding(one: Price, other: Price) -> Number:
 class _Stages:
     """Stages that chunks pass: all chunks forward, all backward, then the update of each stage.
 
-    stage 0   history |c0|c1|c2|                    |c2|c1|c0|update|
-    stage 1              |c0|c1|c2|        |c2|c1|c0|update|
+    stage 0   history |c0|c1|c2|           |c2|c1|c0|update|
+    stage 1              |c0|c1|c2|     |c2|c1|c0|update|
     stage 2                 |c0|c1|c2|c2|c1|c0|update|
     """
 
