@@ -79,11 +79,11 @@ class Roofline:
         self._gather_curves = [Curve.of(device.gather[width]) for width in sorted(device.gather)]
         self._scattered = Curve.of(device.gather_scattered) if device.gather_scattered else None
         # rate of reading rows at random places that no cache holds [B/s]
-        self._random_rate: Number = device.memory_bandwidth / RANDOM_ACCESS_SLOWDOWN
+        self.random_rate: Number = device.memory_bandwidth / RANDOM_ACCESS_SLOWDOWN
         if device.kind == "cuda":  # it hides latency by many reads in flight at once
-            self._random_rate = device.memory_bandwidth
+            self.random_rate = device.memory_bandwidth
         elif self._scattered is not None:
-            self._random_rate = np.exp(self._scattered.log_rate(np.inf))
+            self.random_rate = np.exp(self._scattered.log_rate(np.inf))
 
     def compute_s(self, work: Compute) -> Number:
         """Return the duration of a piece of work on a device that does nothing else [s].
@@ -117,7 +117,7 @@ class Roofline:
                 + (0.0 if device.row_bandwidth is None else row_bytes / device.row_bandwidth)
             )
         for rows, width in work.random_rows:
-            seconds = seconds + rows * width * work.itemsize / self._random_rate
+            seconds = seconds + rows * width * work.itemsize / self.random_rate
         if work.of_batch and not on_gpu:
             seconds = seconds * device.batch_slowdown
         return seconds + work.overlapped_bytes * device.overlap_tax / self.exchange_bandwidth

@@ -320,9 +320,9 @@ class Cost:
         match work:
             case Compute():
                 return self.compute_s(work)
-            case Copy(nbytes, packed, calls, search, vertices):
+            case Copy(nbytes, packed, calls, search, vertices, scattered):
                 search_s = self.host_s("draw", search, vertices=vertices)
-                return search_s + self.load_s(nbytes, packed, calls)
+                return search_s + self.load_s(nbytes, packed, calls, scattered)
             case Sampling(what, edges, samplers, layers, vertices):
                 return self.host_s(what, edges, samplers, layers, vertices)
         raise AssertionError(f"{work} has no price")
@@ -331,16 +331,21 @@ class Cost:
         """Return the duration of a rank's work on a device, or a core, of its own [s]."""
         return self.roofline.compute_s(work)
 
-    def load_s(self, nbytes: Number, packed: Number = 0.0, calls: int = 0) -> Number:
+    def load_s(
+        self, nbytes: Number, packed: Number = 0.0, calls: int = 0, scattered: bool = False
+    ) -> Number:
         """Return the duration of a copy from the server's memory to the device [s].
 
         `calls` of the framework come before it. A GPU copies over the host link, after a core has
-        packed `packed` [B] of the bytes. A CPU rank without a host link reads every byte and writes
-        it to uncached memory, which the write reads first: three accesses.
+        packed `packed` [B] of the bytes. A CPU rank without a host link reads every byte, of
+        `scattered` rows at random places, and writes it to uncached memory, which the write reads
+        first.
         """
         device, calls_s = self.cluster.device, calls * self.call_s
         if device.kind == "cpu" and self.cluster.host is None:
-            return calls_s + device.launch + 3 * nbytes / device.memory_bandwidth
+            bandwidth = device.memory_bandwidth
+            read_s = nbytes / (self.roofline.random_rate if scattered else bandwidth)
+            return calls_s + device.launch + read_s + 2 * nbytes / bandwidth
         link = self.cluster.host or self.cluster.intra_node
         copied_s: Number = link.latency + link.stretched(nbytes) / link.bandwidth
         return calls_s + copied_s + packed / PACKING

@@ -163,6 +163,7 @@ class Copy(LocalWork):
     calls: int = 0  # calls of the framework besides the copy
     search: Any = 0.0  # edges that a sampler draws in the time in which the host finds the rows
     vertices: int = 0  # among which it finds them
+    scattered: bool = False  # reads rows at random places
 
 
 @dataclass(frozen=True, eq=False)

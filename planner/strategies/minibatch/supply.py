@@ -41,14 +41,18 @@ ID = 8  # bytes of a vertex's id
 # bytes on the host link for one neighbour that a GPU reads: a sector, and as many of headers
 READ = 2 * SECTOR
 LOOKED_UP = 164  # bytes that a GPU reads and writes to find a row in its cache, and to sort misses
-# Calls with which a rank picks a batch's rows and opens the worker that trains on it: 0.9 to 1.4 ms
-# on a core of an AMD EPYC that launches an operation in 9.5 us.
-OPENING = 100
+# Calls with which a rank picks a batch's rows and opens the worker that trains on it. On a CPU, of
+# which Tolokers' batches of narrow rows tell (0.24 ms on a core of an AMD EPYC, 2026-11-30); and
+# with a GPU, to which it also packs and copies the blocks (assumed).
+OPENING = {True: 10, False: 100}
+# Time to find a row in a folder of parts, in times to draw an edge: its owner, its place, and the
+# row in pages of the file. From one graph of 10^8 edges on an AMD EPYC, 2026-11-30.
+IN_PARTS = 1.4
 # Time to split off a pushed edge for its owner and put it in its place there, with the partial sums
 # in theirs, in times to lay out an edge. From 15 runs on six graphs on an AMD EPYC, 2026-11-29.
 RELAID = 2
 # Time to find a frontier row's owner, and its place among the owner's rows, in times to draw an
-# edge. From seven graphs, as above. Rows in a folder of parts are found like this, too.
+# edge. From seven graphs, as above.
 OWNED = 0.75
 CACHING = 0.75  # share of a GPU's memory for lists and features, if the GPU samples
 
@@ -224,9 +228,10 @@ class Supply:
             return Copy(features.astype(np.int64))
         blocks = self._block_bytes(facts)
         packed = 0 if on_device or self.prefetch else blocks
-        search = OWNED * isinstance(problem.graph, PartGraph) * loads.rows[:, HOST]
+        search = IN_PARTS * isinstance(problem.graph, PartGraph) * loads.rows[:, HOST]
         nbytes = (features + blocks).astype(np.int64)
-        return Copy(nbytes, packed, OPENING, search, problem.stats.vertices)
+        opening, vertices = OPENING[problem.on_cpu], problem.stats.vertices
+        return Copy(nbytes, packed, opening, search, vertices, problem.on_cpu)
 
     def _block_bytes(self, facts: Sequence[LayerCounts]) -> np.ndarray:
         """Return the bytes of a batch's blocks that are copied to a GPU [ranks].
