@@ -276,7 +276,7 @@ def test_the_longest_of_sampling_loading_and_training_counts(strategy, times):
     loads = sum(seconds for op, seconds in epoch.by_op.items() if op.startswith("load"))
     rest = float(epoch.epoch_s) - float(np.max(loads))
     loaded = times * rest
-    latency = loaded / steps - OPENING[problem.on_cpu] * problem.cost.call_s
+    latency = loaded / steps - OPENING[problem.cluster.device.kind] * problem.cost.call_s
     there = on(problem, host=Link(bandwidth=1e12, latency=latency))
     assert float(line.predict(there).epoch_s) == pytest.approx(rest + loaded, rel=0.01)
     longest = float(strategy.predict(there).epoch_s)

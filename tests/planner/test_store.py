@@ -171,7 +171,9 @@ def test_columns_are_cached_of_the_rows_that_are_read_most(over):
                 hits = int(np.isin(read, order[:rows]).sum())
                 laid = laid_of(problem, batch)[rank] - laid_bytes(*of_layer_1[:, rank])
                 laid += laid_bytes(*of_layer_1[:, peers].sum(1))
-                copied = Copy((read.size - hits) * width + laid, laid, OPENING[False], vertices=400)
+                copied = Copy(
+                    (read.size - hits) * width + laid, laid, OPENING["cuda"], vertices=400
+                )
                 assert done[step, rank, "load"] == copied
                 if rows:
                     ordered = read.size if 0 < hits < read.size else 0  # with rows of the server's

@@ -44,7 +44,7 @@ LOOKED_UP = 164  # bytes that a GPU reads and writes to find a row in its cache,
 # Calls with which a rank picks a batch's rows and opens the worker that trains on it. On a CPU, of
 # which Tolokers' batches of narrow rows tell (0.24 ms on a core of an AMD EPYC, 2026-11-30); and
 # with a GPU, to which it also packs and copies the blocks (assumed).
-OPENING = {True: 10, False: 100}
+OPENING = {"cpu": 10, "cuda": 100}
 # Time to find a row in a folder of parts, in times to draw an edge: its owner, its place, and the
 # row in pages of the file. From one graph of 10^8 edges on an AMD EPYC, 2026-11-30.
 IN_PARTS = 1.4
@@ -230,7 +230,7 @@ class Supply:
         packed = 0 if on_device or self.prefetch else blocks
         search = IN_PARTS * isinstance(problem.graph, PartGraph) * loads.rows[:, HOST]
         nbytes = (features + blocks).astype(np.int64)
-        opening, vertices = OPENING[problem.on_cpu], problem.stats.vertices
+        opening, vertices = OPENING[problem.cluster.device.kind], problem.stats.vertices
         return Copy(nbytes, packed, opening, search, vertices, problem.on_cpu)
 
     def _block_bytes(self, facts: Sequence[LayerCounts]) -> np.ndarray:
