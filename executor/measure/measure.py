@@ -104,14 +104,12 @@ def cluster_of(
     provenance |= {name: f"{provenance[name]}; {correction}" for name in corrected}
     provenance["device.launch"] = f"{source}; {correction}"
     call_s = float(Cost(cluster).call_s)
-    rates, far = (
-        {
-            work: _sampler_rate(work, piece, seconds, call_s)
-            for work in CALLS
-            for (seconds,) in found[f"{which}{work}"]
-        }
-        for which, piece in (("", BATCHES), ("far_", FAR_BATCHES))
-    )
+
+    def sampler_rates(piece: Piece, prefix: str = "") -> dict[HostWork, float]:
+        of = {work: seconds for work in CALLS for (seconds,) in found[prefix + work]}
+        return {work: _sampler_rate(work, piece, of[work], call_s) for work in CALLS}
+
+    rates, far = sampler_rates(BATCHES), sampler_rates(FAR_BATCHES, "far_")
     slower = geometric_mean(rates[work] / far[work] for work in rates)
     slowest, fastest = min(found["paces"]), max(found["paces"])
     provenance["device.gemm"] += f"; rounds at {slowest:.2f} to {fastest:.2f} of the median speed"

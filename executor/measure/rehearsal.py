@@ -100,10 +100,10 @@ class Piece:
 
 def _random(vertices: int, edges: int) -> Graph:
     """Return a graph whose vertices have equally many random in-neighbours, one feature each."""
-    few = load("synthetic:community?vertices=100&edges=400&features=1&classes=8")
-    assert isinstance(few, Graph)
+    few = Piece(100, 400).problem.data
     train = np.arange(vertices) % 64 == 0
-    stats = replace(few.stats, hash=f"random {vertices} {edges}", vertices=vertices, edges=edges)
+    sized = replace(few.stats, vertices=vertices, edges=edges, features=1)
+    stats = replace(sized, hash=f"random {vertices} {edges}")
     return replace(
         few,
         stats=replace(stats, train_vertices=int(train.sum())),

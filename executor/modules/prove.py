@@ -304,23 +304,22 @@ def recorded_of(
 
 
 def make_a_step(*modules: nn.Module) -> None:
-    """Change all parameters that modules train, as a step of an optimizer does."""
-    with torch.no_grad():
-        for parameter in (each for module in modules for each in module.parameters()):
-            if parameter.requires_grad:
-                parameter.mul_(1.1).add_(0.01)
+    """Change all parameters that modules train, as a step of an optimizer does: equal modules
+    alike, and each number otherwise."""
+    for module in modules:
+        draw = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for each in module.parameters():
+                if each.requires_grad:
+                    noise = torch.rand(each.shape, generator=draw, dtype=each.dtype)
+                    each.mul_(1.1).add_(0.1 * noise)
 
 
 def stirred(module: nn.Module) -> nn.Module:
     """Return a copy in float64 with other parameters, as training makes them: those that are 0 at
     first would hide rows, and gradients that they multiply."""
-    own, draw = copy.deepcopy(module).to(torch.float64), torch.Generator().manual_seed(0)
+    own = copy.deepcopy(module).to(torch.float64)
     make_a_step(own)
-    with torch.no_grad():
-        for parameter in own.parameters():
-            if parameter.requires_grad:
-                noise = torch.rand(parameter.shape, generator=draw, dtype=torch.float64)
-                parameter.add_(0.1 * noise)
     return own
 
 
@@ -613,7 +612,7 @@ def numbers_of(module: nn.Module) -> dict[str, Any]:
             if isinstance(value, FunctionType):
                 captured = [c.cell_contents for c in value.__closure__ or () if c != CellType()]
                 note(name, [*(value.__defaults__ or ()), *captured], depth)
-        elif depth and not isinstance(value, (set, deque, Callable)):  # type: ignore[arg-type]
+        elif depth and not callable(value) and not isinstance(value, (set, deque)):
             state = BytesIO()
             try:
                 _WithoutTensors(state).dump(value)
@@ -623,8 +622,9 @@ def numbers_of(module: nn.Module) -> dict[str, Any]:
 
     note("os.environ", dict(os.environ), 1)
     for path, part in module.named_modules():
-        counts = {"_buffers": None} if isinstance(part, _NormBase) else {}
-        note(f"self.{path}".rstrip("."), vars(part) | counts, 3)
+        counts_batches = isinstance(part, _NormBase)  # and keeps running moments
+        state = vars(part) | {"_buffers": {}} if counts_batches else vars(part)
+        note(f"self.{path}".rstrip("."), state, 3)
     for code in files.values():
         file = Path(str(code.__file__)).name
         for name, value in tuple(vars(code).items()):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from math import log
 from typing import NamedTuple, get_args
 
 import numpy as np
@@ -372,8 +373,8 @@ class Cost:
         cores = max(self.cores_each - 1, min(self.cores_each, 1.0))
         shared = 1.0 if self.cores.count else max(1.0, samplers / cores)
         calls_s = layers * CALLS[work] * self.call_s
-        beyond = np.interp(np.log(max(vertices, 1)), np.log([NEAR, FAR]), [0.0, 1.0])
-        edge_s = self.cluster.host_slowdown**beyond / self.cluster.host_rates[work]
+        beyond = min(max(log(max(vertices, 1) / NEAR) / log(FAR / NEAR), 0.0), 1.0)
+        edge_s: float = self.cluster.host_slowdown**beyond / self.cluster.host_rates[work]
         return shared * (edges * edge_s + calls_s)
 
     # -- transfers

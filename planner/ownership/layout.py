@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
 
@@ -88,11 +88,11 @@ class LayerCounts:
     # destinations whose own row another rank has, and adds to its partial sum [ranks]
     remote_own: np.ndarray | None = None
     fresh: RankMatrix | None = None  # halo rows sent in this step; None: all [ranks, ranks]
+    # halo rows that each rank has, received in this step or cached from earlier [ranks]
+    halo_rows: np.ndarray = field(init=False)
 
-    @property
-    def halo_rows(self) -> np.ndarray:
-        """Halo rows that each rank has, received in this step or cached from earlier [ranks]."""
-        return np.asarray(self.halo.sum(0))
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "halo_rows", np.asarray(self.halo.sum(0)))
 
     @property
     def sizes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

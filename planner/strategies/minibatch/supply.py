@@ -228,7 +228,8 @@ class Supply:
             return Copy(features.astype(np.int64))
         blocks = self._block_bytes(facts)
         packed = 0 if on_device or self.prefetch else blocks
-        search = IN_PARTS * isinstance(problem.graph, PartGraph) * loads.rows[:, HOST]
+        in_parts = isinstance(problem.graph, PartGraph)
+        search = IN_PARTS * loads.rows[:, HOST] if in_parts else 0.0
         nbytes = (features + blocks).astype(np.int64)
         opening, vertices = OPENING[problem.cluster.device.kind], problem.stats.vertices
         return Copy(nbytes, packed, opening, search, vertices, problem.on_cpu)
