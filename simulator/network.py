@@ -231,12 +231,6 @@ class Demand(NamedTuple):
     def of(cls, transfer: Transfer) -> Demand:
         return cls(float(transfer.latency), transfer.busy)
 
-    def times(self, seconds: float, alone: float) -> Demand:
-        """Return the same with ports busy `seconds / alone` times as long."""
-        return Demand(
-            self.latency, {port: busy * seconds / alone for port, busy in self.busy.items()}
-        )
-
 
 @dataclass(eq=False, slots=True)
 class _Flow:
@@ -251,12 +245,13 @@ class _Flow:
     alarm: int = 0  # number of the last alarm set for it; earlier alarms are ignored
 
     @classmethod
-    def of(cls, demand: Demand, done: Callable[[], None], threads: int) -> _Flow:
+    def of(cls, demand: Demand, done: Callable[[], None], threads: int, factor: float) -> _Flow:
         left = max(demand.busy.values(), default=0.0)
         shares = {port: each / left for port, each in demand.busy.items() if each > 0.0}
         cores = [share for (kind, _), share in shares.items() if kind == "cores"]
         # equal weights would mean equal progress; threads get equal shares of the cores instead
-        return cls(left, shares, threads / len(cores) / max(cores) if cores else 1.0, done)
+        weight = threads / len(cores) / max(cores) if cores else 1.0
+        return cls(left * factor, shares, weight, done)
 
 
 class Network:
@@ -269,12 +264,15 @@ class Network:
         self._changed: dict[_Flow, None] = {}  # transfers that need new rates
         self._alarms = 0
 
-    def start(self, demand: Demand, done: Callable[[], None], threads: int = 1) -> None:
+    def start(
+        self, demand: Demand, done: Callable[[], None], threads: int = 1, factor: float = 1.0
+    ) -> None:
         """Start a transfer now, and call `done` when it ends.
 
-        threads: the number of threads that work on it, if it needs cores.
+        threads: the number of threads that work on it, if it needs cores. factor: of the time for
+        which its ports are busy.
         """
-        flow = _Flow.of(demand, done, threads)
+        flow = _Flow.of(demand, done, threads, factor)
         if demand.latency > 0.0:
             self.env.timeout(demand.latency).callbacks.append(lambda _: self._join(flow))
         else:

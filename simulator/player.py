@@ -103,41 +103,27 @@ def play(
     network = Network(env)
 
     def end(activity: _Activity, event: object = None) -> None:
-        advance([activity], [])
+        meet(activity.end(env.now))
 
-    def advance(ended: list[_Activity], ready: list[_Node]) -> None:
-        """End these activities and start these tasks, and all others that follow immediately."""
-        now = env.now
-        while ended or ready:
-            while ended:
-                for node in ended.pop().nodes:
-                    node.end = now
-                    for receipt in node.receipts:
-                        receipt.missing -= 1
-                        if not receipt.missing:
-                            ended.append(receipt)
-                    for successor in node.successors:
-                        successor.waits_for -= 1
-                        if not successor.waits_for:
-                            ready.append(successor)
-            while ready:
-                node = ready.pop()
-                node.start = now
-                activity = node.activity
-                activity.missing -= 1
-                if activity.missing:
-                    continue
-                if not activity.seconds:
-                    ended.append(activity)
-                elif contention and activity.demand.busy:
-                    demand = activity.demand
-                    if activity.seconds != activity.seconds_alone:
-                        demand = demand.times(activity.seconds, activity.seconds_alone)
-                    network.start(demand, partial(end, activity), activity.threads)
-                else:
-                    env.timeout(activity.seconds).callbacks.append(partial(end, activity))
+    def meet(needs: list[_Node | _Activity]) -> None:
+        """Meet a need of each of these; start what has no other, and all that follows at once."""
+        while needs:
+            begun = needs.pop()
+            begun.missing -= 1
+            if begun.missing:
+                continue
+            if isinstance(begun, _Node):
+                begun.start = env.now
+                needs.append(begun.activity)
+            elif not begun.seconds:
+                needs += begun.end(env.now)
+            elif contention and begun.demand.busy:
+                factor = begun.seconds / begun.seconds_alone
+                network.start(begun.demand, partial(end, begun), begun.threads, factor)
+            else:
+                env.timeout(begun.seconds).callbacks.append(partial(end, begun))
 
-    advance([], [node for node in reversed(task_graph.nodes) if not node.waits_for])
+    meet(task_graph.first[::-1])
     env.run()
     task_graph.check_all_ended()
     times = [(node.start, node.end) for node in task_graph.nodes]
@@ -160,25 +146,32 @@ NOTHING = Demand(0.0, {})
 class _Activity:
     """Work of one or more tasks, which begins when all have started, and ends them together."""
 
-    parties: int
+    needs: int  # number of tasks that it waits for: its own to start, or a sender to end
     threads: int  # that work on it
     demand: Demand = NOTHING  # seconds of ports; empty for a computation on its own cores
     seconds_alone: float = 0.0
     nodes: list[_Node] = field(default_factory=list)
-    # set by `TaskGraph.rewind`: parties that have not started, and the duration [s]
+    # set by `TaskGraph.rewind`: needs that are not met, and the duration [s]
     missing: int = 0
     seconds: float = 0.0
+
+    def end(self, now: float) -> list[_Node | _Activity]:
+        """End the tasks; return what needed one of these ends."""
+        followers = []
+        for node in self.nodes:
+            node.end = now
+            followers += node.followers
+        return followers
 
 
 @dataclass(eq=False, slots=True)
 class _Node:
-    """A task, its dependencies and its times [s]."""
+    """A task, what follows it, and its times [s]."""
 
     task: Task
-    predecessors: int = 0  # number of tasks of the rank that it waits for
-    waits_for: int = 0  # number of predecessors that have not ended
-    successors: list[_Node] = field(default_factory=list)
-    receipts: tuple[_Activity, ...] = ()  # of a Send: the peer's Recv
+    needs: int = 1  # the end of its lane's task before, or the beginning, and those in `task.after`
+    missing: int = 0  # needs that are not met
+    followers: list[_Node | _Activity] = field(default_factory=list)  # of a Send: the peer's Recv
     start: float = 0.0
     end: float = -1.0  # negative: it has not ended
     activity: _Activity = field(init=False)
@@ -192,6 +185,7 @@ class TaskGraph:
 
     def __init__(self, schedule: Schedule, cost: Cost) -> None:
         self.nodes = [_Node(task) for task in schedule.tasks]
+        self.first: list[_Node | _Activity] = []  # of each lane
         self.activities: list[_Activity] = []
         self._by_label: dict[int, dict[Label, _Node]] = {}  # rank -> label -> node
         self._in_setup = {(task.rank, task.label) for task in schedule.setup}
@@ -203,36 +197,34 @@ class TaskGraph:
                     f"rank {rank} has two tasks {label}; a label names one task of a rank"
                 )
             lane = (rank, node.task.lane)
-            if lane in last:
-                last[lane].successors.append(node)
-                node.predecessors = 1
+            (last[lane].followers if lane in last else self.first).append(node)
             last[lane] = node
-        self._add_dependencies()
+        for node in self.nodes:
+            for _, before in self._before(node):
+                node.needs += 1  # a label that is not in the schedule never ends
+                if before is not None:
+                    before.followers.append(node)
         self._add_activities(cost)
 
     def rewind(self, factors: Sequence[float] = ()) -> None:
         """Reset all nodes and activities; factors: of the durations of tasks that compute."""
-        for node in self.nodes:
-            node.waits_for, node.start, node.end = node.predecessors, 0.0, -1.0
         for activity in self.activities:
-            activity.missing = activity.parties
-            activity.seconds = activity.seconds_alone
+            activity.missing, activity.seconds = activity.needs, activity.seconds_alone
+        for node in self.nodes:
+            node.missing, node.start, node.end = node.needs, 0.0, -1.0
         for node, factor in zip(self.nodes, factors, strict=bool(factors)):
             if isinstance(node.task.work, (Compute, Sampling)):
-                node.activity.seconds = node.activity.seconds_alone * factor
+                node.activity.seconds *= factor
 
-    def _add_dependencies(self) -> None:
-        for node in self.nodes:
-            rank = node.task.rank
-            for label in node.task.after:
-                if label.step < 0:
-                    continue
-                predecessor = self._by_label[rank].get(label)
-                if predecessor is not None:
-                    predecessor.successors.append(node)
-                elif (rank, label) in self._in_setup:
-                    continue
-                node.predecessors += 1  # a label that is not in the schedule never ends
+    def _before(self, node: _Node) -> list[tuple[Label, _Node | None]]:
+        """Return the tasks in `after`; None for a label that is not in the schedule. Those of steps
+        before the first, and of the set-up, have ended."""
+        rank = node.task.rank
+        return [
+            (label, self._by_label[rank].get(label))
+            for label in node.task.after
+            if label.step >= 0 and (rank, label) not in self._in_setup
+        ]
 
     def _add_activities(self, cost: Cost) -> None:
         # cached, because steps repeat the same work
@@ -266,7 +258,7 @@ class TaskGraph:
                 activity = _Activity(2, 2)  # the receiver and the message
                 sender = self._sender(rank, work)
                 if sender is not None:
-                    sender.receipts += (activity,)
+                    sender.followers.append(activity)
             else:
                 alone = seconds(work)
                 shared = cost.cores.computing(rank, node.task.lane, alone)
@@ -315,24 +307,18 @@ class TaskGraph:
     def _awaited(self, node: _Node) -> str:
         """Return the tasks or ranks that a task waits for, in words."""
         task, work = node.task, node.task.work
-        if node.waits_for:
-            by_label = self._by_label[task.rank]
-            awaited = [
-                label
-                for label in task.after
-                if label.step >= 0 and (task.rank, label) not in self._in_setup
-            ]
+        if node.missing:
             return ", ".join(
-                f"{label}" + ("" if label in by_label else " (not in the schedule)")
-                for label in awaited
-                if label not in by_label or by_label[label].end < 0
+                f"{label}" + ("" if before else " (not in the schedule)")
+                for label, before in self._before(node)
+                if before is None or before.end < 0
             )
         if isinstance(work, Recv):
             return f"{work.of} from rank {work.peer}" + (
                 "" if self._sender(task.rank, work) else " (no such Send in the schedule)"
             )
         assert isinstance(work, Collective)  # nothing else waits once it has started
-        present = {member.task.rank for member in node.activity.nodes if not member.waits_for}
+        present = {member.task.rank for member in node.activity.nodes if not member.missing}
         return "ranks " + ", ".join(str(rank) for rank in work.group if rank not in present)
 
 
