@@ -8,7 +8,7 @@ one machine exchange rows without Gloo (near.py)."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 
@@ -21,13 +21,6 @@ from gnnplan.executor.layers.kernels import SparseRows
 from gnnplan.executor.ranks.rank import Rank, completed_future
 from gnnplan.planner.vocabulary.numbers import Group
 from gnnplan.planner.vocabulary.schedule import Collective, Label, Ring
-
-# one message: isend or irecv, a tensor and a peer
-_Post = tuple[
-    Callable[[Tensor, int, dist.ProcessGroup | None], dist.Work | None],
-    Tensor,
-    int,
-]
 
 
 class Exchange:
@@ -148,13 +141,10 @@ class Exchange:
         counts = sum(self.gives), sum(self.take)
         return counts if direction == "f" else counts[::-1]
 
-    def nbytes(self, rows: Tensor, direction: str) -> int:
-        """Return the bytes that this rank sends, if rows are as wide as `rows`."""
-        return self.counts(direction)[0] * rows.shape[1] * rows.element_size()
-
     def recorded(self, label: Label, rows: Tensor, direction: str) -> AbstractContextManager[None]:
         """Return the span of an exchange of rows as wide as `rows`; count its bytes now."""
-        return self.rank.recorder.sending(label, "comm", self.nbytes(rows, direction))
+        nbytes = self.counts(direction)[0] * rows.shape[1] * rows.element_size()
+        return self.rank.recorder.sending(label, "comm", nbytes)
 
 
 def swap(
@@ -180,28 +170,22 @@ def swap(
     # Receives first. Otherwise Gloo's ready-to-receive message would wait behind this rank's own
     # data, and only one direction would be used at a time (8 MB each way at 400 Mbit/s: 303 ms
     # instead of 167).
-    posts: list[_Post]
-    posts = [(dist.irecv, rows, peer) for peer, rows in takes.items()]
-    posts += [(dist.isend, rows, peer) for peer, rows in gives.items()]
-    handles = begin(rank, [post for post in posts if post[2] not in near.peers], group)
+    handles = begin(
+        [
+            dist.P2POp(op, rows, peer, group)
+            for op, messages in ((dist.irecv, takes), (dist.isend, gives))
+            for peer, rows in messages.items()
+            if peer not in near.peers
+        ]
+    )
     near.swap(gives, takes)
     await_messages(rank, handles)
 
 
-def begin(
-    rank: Rank, posts: Sequence[_Post], group: dist.ProcessGroup | None
-) -> Sequence[dist.Work]:
-    """Start messages of a group.
-
-    Over NCCL they are one batch: otherwise one message would wait for the other, and torch would
-    make a new communicator for a single message. Over Gloo each starts alone, which is a tenth of a
-    millisecond faster.
-    """
-    if rank.backend == "nccl":
-        batch = [dist.P2POp(op, rows, peer, group) for op, rows, peer in posts]
-        return dist.batch_isend_irecv(batch) if batch else ()
-    handles = [op(rows, peer, group) for op, rows, peer in posts]
-    return [handle for handle in handles if handle is not None]  # all ranks are in the group
+def begin(posts: list[dist.P2POp]) -> list[dist.Work]:
+    """Start messages of a group, in one batch: over NCCL one message would wait for the other, and
+    torch would make a new communicator for a single message."""
+    return dist.batch_isend_irecv(posts) if posts else []
 
 
 def await_messages(rank: Rank, handles: Sequence[dist.Work]) -> None:
@@ -274,9 +258,8 @@ class ColumnExchange:
 
 def send(rank: Rank, rows: Tensor, peer: int) -> None:
     """Send rows to a peer of `Groups.open_pairs`; block until the buffer can be used again."""
-    await_messages(
-        rank, begin(rank, [(dist.isend, rank.staged(rows), peer)], rank.groups.pair(peer))
-    )
+    message = dist.P2POp(dist.isend, rank.staged(rows), peer, rank.groups.pair(peer))
+    await_messages(rank, begin([message]))
 
 
 class PendingReceive:
@@ -288,8 +271,8 @@ class PendingReceive:
     def __init__(self, rank: Rank, shape: tuple[int, int], dtype: torch.dtype, peer: int) -> None:
         self.rank = rank
         self.buffer = torch.empty(shape, dtype=dtype, device=rank.groups.wire_device)
-        posts: list[_Post] = [(dist.irecv, self.buffer, peer)] if self.buffer.numel() else []
-        self.handles = begin(rank, posts, rank.groups.pair(peer))
+        message = dist.P2POp(dist.irecv, self.buffer, peer, rank.groups.pair(peer))
+        self.handles = begin([message] if self.buffer.numel() else [])
 
     def wait(self) -> Tensor:
         """Wait for the message, and return it on the rank's device."""
@@ -308,24 +291,19 @@ def all_reduce(rank: Rank, label: Label, flat: Tensor, group: Group) -> None:
     if len(group) == 1:
         return
     with rank.recorder.sending(label, "reduce", reduced_bytes(rank, flat, group)):
-        wire = rank.staged(flat)
         # a pipeline stage whose layers only aggregate has an empty gradient, which is on no device
-        if flat.numel():
-            _sum(rank, wire, group)
+        if not flat.numel():
+            return
+        wire, of = rank.staged(flat), rank.groups.of(group)
+        near = rank.groups.near(of)
+        # lanes may reduce at the same time: only Gloo keeps their messages apart
+        alone = threading.current_thread() is threading.main_thread()
+        if alone and len(near.peers) == len(group) - 1:
+            near.all_reduce(wire.view(-1), group.index(rank.rank))
+        else:
+            dist.all_reduce(wire, group=of)
         if wire is not flat:
             flat.copy_(wire)
-
-
-def _sum(rank: Rank, wire: Tensor, group: Group) -> None:
-    """Sum `wire`, which the backend can send, over the ranks of `group`, in place."""
-    of = rank.groups.of(group)
-    near = rank.groups.near(of)
-    # lanes may reduce at the same time: only Gloo keeps their messages apart
-    alone = threading.current_thread() is threading.main_thread()
-    if alone and len(near.peers) == len(group) - 1:
-        near.all_reduce(wire.view(-1), group.index(rank.rank))
-    else:
-        dist.all_reduce(wire, group=of)
 
 
 def total(rank: Rank, numbers: Tensor) -> Tensor:
