@@ -9,7 +9,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,14 +65,14 @@ def train(
     out: Path | None,
     epochs: int,
     eval_every: int = 10,
-    report: Report = lambda row: None,
+    reports: Sequence[Report] = (),
     checkpoints: Checkpoints | None = None,
 ) -> Net:
     """Train all epochs from `checkpoints.first` on, and return the model with its final weights.
 
     Every epoch has as many steps as the strategy has batches. Rank 0 appends a line per epoch to
-    metrics.jsonl in `out`, and reports it. eval_every: epochs from one evaluation to the next; the
-    last epoch is always evaluated. Raises GnnplanError if the loss is not finite.
+    metrics.jsonl in `out`, and calls `reports` with it. eval_every: epochs from one evaluation to
+    the next; the last epoch is always evaluated. Raises GnnplanError if the loss is not finite.
     """
     torch.backends.cuda.matmul.allow_tf32 = problem.workload.precision == TF32
     with Shapes.varying(strategy.mode == "mini"):
@@ -82,7 +82,7 @@ def train(
                 training.epochs = epoch
                 break
             is_evaluated = epoch == epochs - 1 or (eval_every > 0 and (epoch + 1) % eval_every == 0)
-            training.epoch(epoch, is_evaluated, report)
+            training.epoch(epoch, is_evaluated, reports)
         return training.finish()
 
 
@@ -189,7 +189,7 @@ class _Training:
         """Whether training stops early, since no better weights are found."""
         return bool(self.best and self.best.ends)
 
-    def epoch(self, epoch: int, is_evaluated: bool, report: Report) -> None:
+    def epoch(self, epoch: int, is_evaluated: bool, reports: Sequence[Report]) -> None:
         """Train one epoch, then evaluate, append its metrics and write its checkpoint."""
         rank, worker, checkpoints = self.rank, self.worker, self.checkpoints
         rank.recorder.activity.begin("phase", f"epoch {epoch + 1}")
@@ -248,7 +248,7 @@ class _Training:
         rank.recorder.traced = min(rank.recorder.traced, (self.before + max(fit, 1)) * self.steps)
         if self.replay is not None:
             row["replayed"] = True
-        self._append(row, report)
+        self._append(row, reports)
         if self.best and is_evaluated:
             self.best.see(epoch + 1, row[f"val_{self.problem.metric}"], worker.trained())
         if is_kept:
@@ -288,7 +288,7 @@ class _Training:
             return no_counts(self.problem, self.rank.device, training=True)
         return self.worker.counts(logits)
 
-    def _append(self, row: Json, report: Report) -> None:
+    def _append(self, row: Json, reports: Sequence[Report]) -> None:
         if not math.isfinite(row["loss"]):
             lower = self.problem.workload.lr / 10
             whole = ", or leave out bits, which round rows" if self.rounds else ""
@@ -298,7 +298,8 @@ class _Training:
             )
         if self.metrics:
             self.metrics.append(json.dumps(row) + "\n")
-            report(row)
+            for report in reports:
+                report(row)
 
     def _keep(self, epoch: int) -> None:
         if not (self.checkpoints and self.out):

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from signal import SIGCONT, Signals
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -99,17 +99,17 @@ class _Agent(LocalElasticAgent):
         self._silent_s += min(now - self._looked, SEEN)
         self._looked = now
         operations = [record.operation for record in self._records]
-        seen = list(map(_seen, self._pids))
-        cores_s = sum(each.core_s for each in seen)
+        each_s, stopped = zip(*map(_seen, self._pids), strict=True)
+        cores_s = sum(each_s)
         if operations != self._operations or abs(cores_s - self._cores_s) > BUSY:
             self._operations, self._cores_s, self._silent_s = operations, cores_s, 0.0
         elif self._silent_s > self.watched.limit_s + HEAD_START:
             message = f"no rank has done anything for {self._silent_s:.0f} s; "
-            lost = [rank for rank, each in enumerate(seen) if each.is_stopped]
+            lost = [rank for rank, is_stopped in enumerate(stopped) if is_stopped]
             if lost:
                 message += "this one is stopped, by a signal or a debugger"
             elif all(map(_in_epoch, operations)):
-                lost = list(range(len(seen)))
+                lost = list(range(len(stopped)))
                 message += "one that works longer at an operation needs a longer --timeout"
             for rank in lost:
                 note = Failure(LostRank.exit_code, message, operations[rank]).note
@@ -148,23 +148,17 @@ def _in_epoch(operation: str) -> bool:
     return " of epoch " in operation and not operation.startswith("the checkpoint")
 
 
-class _Seen(NamedTuple):
-    """A process as the kernel shows it."""
-
-    core_s: float = 0.0  # core time of the process and its threads [s]
-    is_stopped: bool = False  # by a signal or a debugger
-
-
-def _seen(pid: int) -> _Seen:
-    """Look at a process; nothing is seen of it after its end."""
+def _seen(pid: int) -> tuple[float, bool]:
+    """Return the core time of a process and its threads [s], and whether a signal or a debugger has
+    stopped it; nothing is seen of it after its end."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except FileNotFoundError:
-        return _Seen()
+        return 0.0, False
     # fields after the name, which may contain blanks
     state, *fields = text.rpartition(")")[2].split()
-    user, system = fields[10:12]
-    return _Seen((int(user) + int(system)) / os.sysconf("SC_CLK_TCK"), state in "tT")
+    ticks = sum(map(int, fields[10:12]))  # in user and in system mode
+    return ticks / os.sysconf("SC_CLK_TCK"), state in "tT"
 
 
 def _oom_kills() -> int:
@@ -222,15 +216,14 @@ def run(
     watched: Watched,
     places: Sequence[int],
     servers: Sequence[Server],
-    folder: Path,
     env: Mapping[str, str],
     restarts: int = 0,
 ) -> None:
     """Run a program of executor/__main__.py in one process per rank, until all have ended.
 
     arguments: its command line. places: the server of every process. servers: the emulated servers,
-    if any. folder: for links to servers. env: added to the environment. Leaves no process behind.
-    Raises the error of the rank that failed first.
+    if any. env: added to the environment. Leaves no process behind. Raises the error of the rank
+    that failed first.
     """
     defaults = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", **loopback_only()}
     env = {name: value for name, value in defaults.items() if name not in os.environ} | dict(env)
@@ -238,11 +231,9 @@ def run(
     command = [sys.executable, "-P", "-m", "gnnplan.executor", *arguments]
     address = servers[places[0]].address if servers else ""  # rank 0 hosts the store
     if servers:
-        env = {**env, **INTERFACES}
-        for process, place in enumerate(places):
-            (folder / f"namespace{process}").symlink_to(servers[place].namespace)
+        env |= INTERFACES | {f"NET{n}": servers[place].namespace for n, place in enumerate(places)}
         # torch replaces ${local_rank} by the rank's number
-        command = ["nsenter", f"--net={folder}/namespace${{local_rank}}", *command]
+        command = ["sh", "-c", 'exec nsenter --net="$NET${local_rank}" "$@"', "sh", *command]
     for name in logging.root.manager.loggerDict:
         if name.startswith("torch.distributed.elastic"):
             # these loggers do not inherit a level; our own message reports the failure

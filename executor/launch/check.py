@@ -114,7 +114,7 @@ def compare(
         (out / "question.json").write_text(json.dumps(question))
         names = [f"rank {rank} of gnnplan check" for rank in range(RANKS)]
         watched = agent.Watched(out, names, SECONDS, unwind, lambda: "No strategy was judged")
-        agent.run(["check", folder], watched, [0] * RANKS, (), out, {})
+        agent.run(["check", folder], watched, [0] * RANKS, (), {})
         answer: Json = json.loads((out / "answer.json").read_text())
         return answer
 

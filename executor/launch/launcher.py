@@ -118,7 +118,7 @@ def begin(asked: RunRequest, most_s: float = inf) -> None:
                 watched = agent.Watched(out, names, limit_s, go_on, safe, predicted)
                 arguments = ["launch", str(out)]
                 env = {SCRATCH: str(folder), "TMPDIR": str(folder)}
-                agent.run(arguments, watched, places, servers, folder, env, options.restarts)
+                agent.run(arguments, watched, places, servers, env, options.restarts)
         finally:
             activity.forget(out)
             forget_unfinished(out)

@@ -282,7 +282,10 @@ class _Process:
         if checkpoints.before is not None and rank.rank == 0:
             say(f"note: {taken_over(checkpoints.before, asked.settled, first)}")
         self.activity.begin("phase", "set-up")
-        with _reports(epochs, first, options, rank.rank) as report:
+        with ExitStack() as stack:
+            reports = [] if options.quiet else [_progress_line(epochs, first)]
+            if options.tensorboard and rank.rank == 0:
+                reports.append(stack.enter_context(tensorboard(options.tensorboard, first)))
             train(
                 rank,
                 problem,
@@ -290,7 +293,7 @@ class _Process:
                 self.out,
                 epochs,
                 options.eval_every,
-                report,
+                reports,
                 checkpoints,
             )
         # All ranks must have written before one ends and its caller reads their files. Not torch's
@@ -342,23 +345,6 @@ class _Process:
             if number.isdecimal() and int(number) % rank.world == rank.rank:
                 path.unlink(missing_ok=True)
         (out / "weights.safetensors").unlink(missing_ok=True)
-
-
-@contextmanager
-def _reports(
-    epochs: int, first: int, options: Options, rank: int
-) -> Iterator[Callable[[Json], None]]:
-    """Yield a function that reports epochs on standard error, and to TensorBoard if asked to."""
-    reports = [] if options.quiet else [_progress_line(epochs, first)]
-    with ExitStack() as stack:
-        if options.tensorboard and rank == 0:
-            reports.append(stack.enter_context(tensorboard(options.tensorboard, first)))
-
-        def report_all(row: Json) -> None:
-            for report in reports:
-                report(row)
-
-        yield report_all
 
 
 def _progress_line(epochs: int, first: int) -> Callable[[Json], None]:

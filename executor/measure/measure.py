@@ -394,7 +394,7 @@ def measure(
 
         names = [name_of(rank, server) for rank, server in enumerate(places)]
         watched = agent.Watched(folder, names, STUCK, listen, lambda: "Nothing is measured")
-        agent.run(words, watched, places, emulated_servers, folder, env)
+        agent.run(words, watched, places, emulated_servers, env)
         return Cluster.model_validate_json((folder / FOUND).read_text())
 
 

@@ -147,8 +147,10 @@ READS = ("device.memory_bandwidth", "device.product_bandwidth", "device.gather")
 class Rehearsal:
     """The training of a piece on this rank."""
 
-    def __init__(self, piece: Piece, device: torch.device, backend: str, traced: int = 0) -> None:
-        self.rank = Rank(0, 1, device, backend, traced=traced)
+    traced = 0  # steps whose spans are kept
+
+    def __init__(self, piece: Piece, device: torch.device, backend: str) -> None:
+        self.rank = Rank(0, 1, device, backend, traced=self.traced)
         self.worker = open_worker(self.rank, piece.problem, piece.strategy)
         self.learner = self.worker.open_learner()
         self.done = 0
@@ -174,8 +176,7 @@ class Rehearsal:
 class BatchRehearsal(Rehearsal):
     """The training of BATCHES, or of FAR_BATCHES, on this rank; a GPU only receives the batches."""
 
-    def __init__(self, piece: Piece, device: torch.device, backend: str) -> None:
-        super().__init__(piece, device, backend, traced=sys.maxsize)
+    traced = sys.maxsize
 
     def of_each(self, seconds: float) -> dict[str, float]:
         """Train for `seconds`; return the median seconds of drawing a batch, laying it out and
