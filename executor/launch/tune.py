@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import dataclass, replace
+from itertools import count
 from math import ceil, expm1, isfinite
 from pathlib import Path
 from statistics import median
@@ -159,13 +160,37 @@ def tune(
     must_start(runs)
     must_be_this_machine(found.problem, emulate)
     say(str(trial))
+    if out.exists() and any(out.iterdir()):
+        raise SpecError(f"{out} is not empty; give another --out, or remove it")
     contenders = [_contender(candidate) for candidate in trial.candidates]
-    runner = _Runner(trial.candidates, out, found.how.exact, emulate)
-    result = halve(contenders, runner, trial.budget_s)
+    numbers, finished = count(1), list[Run]()
+
+    def turn(index: int, epochs: int, most_s: float) -> Reading:
+        """Run a candidate in a folder of its own: 01-graph_parallel, 02-pipegcn. The folder of an
+        unfinished run is hidden (.02-pipegcn), so that `gnnplan validate DIR/*` finds finished runs
+        only."""
+        candidate, start_s = trial.candidates[index], time.monotonic()
+        detail = f"{show_count(epochs, 'epoch')}, at most {show_time(most_s)}"
+        notify(f"a turn of {candidate.strategy}", detail)
+        folder = out / f"{next(numbers):02}-{candidate.strategy.name}"
+        how = Search(found.how.exact, candidate.strategy)
+        document = plans.runnable_part(SearchResult(candidate.problem, [candidate], how=how))
+        rows, failed, is_whole = train_briefly(document, folder, WARM_UP + epochs, most_s, emulate)
+        epochs_s = tuple(float(row["epoch_s"]) for row in rows[WARM_UP:])
+        if is_whole:
+            step = {"predicted_s": candidate.epoch_s, "measured_s": median(epochs_s)}
+            finished.append(Run.of(str(folder), candidate, {"step": step}, rows))
+        else:
+            hidden = folder.with_name(f".{folder.name}")
+            folder.rename(hidden)
+            failed = failed.replace(str(folder), str(hidden))
+        return Reading(() if failed else epochs_s, time.monotonic() - start_s, failed)
+
+    result = halve(contenders, turn, trial.budget_s)
     if result is None:
         words = "\n".join(f"{contender.name}: {contender.failed}" for contender in contenders)
         raise LostRank(f"none of the strategies ran to its end:\n{words}")
-    cluster, refit = refitted(found.problem.cluster, runner.runs)
+    cluster, refit = refitted(found.problem.cluster, finished)
     best = trial.candidates[contenders.index(result.best)]
     found = on_cluster(found, best, cluster)
     document = plans.make(found)
@@ -206,53 +231,6 @@ def must_be_this_machine(problem: Problem, emulate: float) -> None:
             "the plan is for CPU ranks, and runs on this machine would use its GPUs; set"
             " CUDA_VISIBLE_DEVICES= to tune for the CPU"
         )
-
-
-# -- runs ------------------------------------------------------------------------------------------
-
-
-class _Runner:
-    """The runner of candidates: every turn has a folder of its own, 01-graph_parallel, 02-pipegcn.
-
-    Folders of unfinished runs are hidden (.02-pipegcn), so that `gnnplan validate DIR/*` finds
-    finished runs only.
-    """
-
-    def __init__(
-        self,
-        candidates: list[Candidate],
-        out: Path,
-        exact: bool,
-        emulate: float,
-    ) -> None:
-        if out.exists() and any(out.iterdir()):
-            raise SpecError(f"{out} is not empty; give another --out, or remove it")
-        self.candidates, self.out, self.exact = candidates, out, exact
-        self.emulate = emulate
-        self.started = 0
-        self.runs: list[Run] = []
-
-    def __call__(self, index: int, epochs: int, most_s: float) -> Reading:
-        candidate, start_s = self.candidates[index], time.monotonic()
-        detail = f"{show_count(epochs, 'epoch')}, at most {show_time(most_s)}"
-        notify(f"a turn of {candidate.strategy}", detail)
-        self.started += 1
-        folder = self.out / f"{self.started:02}-{candidate.strategy.name}"
-        how = Search(self.exact, candidate.strategy)
-        document = plans.runnable_part(SearchResult(candidate.problem, [candidate], how=how))
-        rows, failed, is_whole = train_briefly(
-            document, folder, WARM_UP + epochs, most_s, self.emulate
-        )
-        epochs_s = tuple(float(row["epoch_s"]) for row in rows[WARM_UP:])
-        if is_whole:
-            predicted_s = candidate.epoch_s
-            step = {"predicted_s": predicted_s, "measured_s": median(epochs_s)}
-            self.runs.append(Run.of(str(folder), candidate, {"step": step}, rows))
-        else:
-            hidden = folder.with_name(f".{folder.name}")
-            folder.rename(hidden)
-            failed = failed.replace(str(folder), str(hidden))
-        return Reading(() if failed else epochs_s, time.monotonic() - start_s, failed)
 
 
 def train_briefly(
