@@ -87,17 +87,6 @@ Sent = tuple[float, float]
 Sample = tuple[tuple[int, ...], list[float]]
 
 
-def medians(rounds: Sequence[Sequence[float]]) -> list[float]:
-    """Return the median of each number over several rounds.
-
-    Rounds that other processes disturb count too: trainings are disturbed as often.
-
-    >>> medians([[1.0, 2.0], [1.1, 2.0], [1.5, 2.0]])
-    [1.1, 2.0]
-    """
-    return [median(samples) for samples in zip(*rounds, strict=True)]
-
-
 def paces(rounds: Sequence[Mapping[str, Sequence[Sample]]]) -> list[float]:
     """Return the speed of each round over all its kernels, relative to the median round of each.
 
@@ -232,12 +221,15 @@ class Bench:
                 place = "inside servers" if where == "intra_node" else "between servers"
                 notify(f"exchanges {place}, {len(self.groups[where][0])} ranks")
                 self.exchanges(where, sent)
+        # rounds that other processes disturb count too: trainings are disturbed as often
         for where, sent in messages.items():
-            found[f"exchange.{where}"] = [(size, *medians(times)) for size, times in sent.items()]
+            found[f"exchange.{where}"] = [
+                (size, *np.median(times, axis=0).tolist()) for size, times in sent.items()
+            ]
         found["paces"] = paces(rounds)
         for kind, samples in rounds[0].items():
             found[kind] = [
-                (*shape, medians([one[kind][place][1] for one in rounds]))
+                (*shape, np.median([one[kind][place][1] for one in rounds], axis=0).tolist())
                 for place, (shape, _) in enumerate(samples)
             ]
         return found
