@@ -29,7 +29,6 @@ from gnnplan.planner.cluster.ports import (
     PortUse,
     Transfer,
     add,
-    seconds_of,
 )
 from gnnplan.planner.cluster.spec import Algorithm, Cluster, LinkName
 from gnnplan.planner.vocabulary.numbers import (
@@ -165,8 +164,7 @@ class AllReduces:
             for hops, _, share, uses in phases:
                 nbytes = share * (hops.units * unit * size)
                 for use in uses:
-                    loads = use.loads(use.link.stretched(nbytes, hops.messages))
-                    add(ports, seconds_of(loads, use.link.bandwidth))
+                    add(ports, use.seconds(nbytes, hops.messages))
                 hop_s = total(use.hops * use.link.latency for use in uses)
                 latency = latency + hops.steps * slowest(hop_s)
             latencies.append(latency)
