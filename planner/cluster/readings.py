@@ -340,7 +340,7 @@ def topology(path: Path) -> dict[str, Any]:
 
     def joined_by(pattern: str) -> tuple[nx.Graph, list[tuple[int, ...]]]:
         """Return the connections of this pattern, and the sets of GPUs that they join, directly or
-        indirectly; no sets if each has one GPU."""
+        indirectly."""
         graph = nx.Graph()
         graph.add_nodes_from(number.values())
         pairs = combinations(gpus, 2)
