@@ -8,7 +8,7 @@ import codecs
 import json
 import re
 from collections.abc import Mapping, Sequence
-from itertools import combinations_with_replacement, product, starmap, takewhile
+from itertools import combinations, combinations_with_replacement, takewhile
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -338,41 +338,31 @@ def topology(path: Path) -> dict[str, Any]:
     gpus = list(ways)
     number = {name: i for i, name in enumerate(gpus)}
 
-    def joined(a: int, b: int) -> bool:
-        return a == b or ways[gpus[a]][gpus[b]].startswith("NV")
-
-    def joined_by(pattern: str) -> list[tuple[int, ...]]:
-        """Return sets of GPUs that connections of this pattern join, directly or indirectly."""
-        matches = re.compile(pattern).fullmatch
+    def joined_by(pattern: str) -> tuple[nx.Graph, list[tuple[int, ...]]]:
+        """Return the connections of this pattern, and the sets of GPUs that they join, directly or
+        indirectly."""
         graph = nx.Graph()
-        graph.add_nodes_from(gpus)
-        graph.add_edges_from((a, b) for a in gpus for b in gpus if a != b and matches(ways[a][b]))
-        return sorted(
-            tuple(sorted(number[name] for name in part)) for part in nx.connected_components(graph)
+        graph.add_nodes_from(number.values())
+        pairs = combinations(gpus, 2)
+        graph.add_edges_from(
+            (number[a], number[b]) for a, b in pairs if re.fullmatch(pattern, ways[a][b])
         )
+        return graph, sorted(tuple(sorted(part)) for part in nx.connected_components(graph))
 
-    islands, switches = joined_by(r"NV[0-9]+"), joined_by("|".join(BY_PCIE_SWITCHES))
-    meshes = [island for island in islands if not all(starmap(joined, product(island, island)))]
-    for mesh in meshes:  # as the cube of older DGX
+    nvlink, islands = joined_by(r"NV[0-9]+")
+    for mesh in [of for of in islands if 0 < nx.density(nvlink.subgraph(of)) < 1]:
         say(
             f"note: {path.name} has NVLink between some pairs of GPUs {', '.join(map(str, mesh))}"
             " only; an island has it between all of its GPUs, so these are in none"
         )
-    islands = sorted({*islands} - {*meshes} | {(gpu,) for mesh in meshes for gpu in mesh})
-    found: dict[str, Any] = {
-        "gpus_per_server": len(gpus),
-        "islands": _unless_alone(islands, len(gpus)),
-        "switches": _unless_alone(switches, len(gpus)),
-    }
+        islands = sorted({*islands, *((gpu,) for gpu in mesh)} - {mesh})  # as the cube of older DGX
+    lists = {"islands": islands, "switches": joined_by("|".join(BY_PCIE_SWITCHES))[1]}
+    found: dict[str, Any] = {"gpus_per_server": len(gpus)}
+    found |= {name: tuple(of) if len(of) < len(gpus) else () for name, of in lists.items()}
     nics = [name for name in ways[gpus[0]] if name not in number]
     if nics:
-        nearest = {name: _nearest(ways[name], nics) for name in gpus}
-        found["nics"] = tuple(
-            sorted(
-                tuple(number[name] for name in gpus if nearest[name] == shared)
-                for shared in set(nearest.values())
-            )
-        )
+        nearest = grouped(gpus, lambda name: _nearest(ways[name], nics)).values()
+        found["nics"] = tuple(tuple(number[name] for name in shared) for shared in nearest)
     return found
 
 
@@ -473,11 +463,6 @@ def _nearest(row: dict[str, str], nics: Sequence[str]) -> tuple[str, ...]:
     """Return the NICs with the shortest connection to a GPU."""
     best = min((WAYS.index(row[nic]) for nic in nics if row.get(nic) in WAYS), default=None)
     return tuple(nic for nic in nics if best is not None and row.get(nic) == WAYS[best])
-
-
-def _unless_alone(lists: Sequence[tuple[int, ...]], gpus: int) -> tuple[tuple[int, ...], ...]:
-    """Return the lists, or none if every list has one GPU."""
-    return tuple(lists) if lists and len(lists) < gpus else ()
 
 
 # -- a cluster

@@ -32,16 +32,18 @@ MOST_DIGITS = 300  # digits of a whole number, so that it fits a float
 _NUMBERS = {f"tag:yaml.org,2002:{name}" for name in ("int", "float", "timestamp")}
 _SCALARS = _NUMBERS | {f"tag:yaml.org,2002:{name}" for name in ("str", "bool", "null")}
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}")  # a file that `write_atomically` has not renamed yet
-_REFUSALS = (  # errors of the system that are no fault of the program
-    errno.EACCES,
-    errno.EMFILE,
-    errno.ENFILE,
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EROFS,
-    errno.EIO,
-    errno.ENAMETOOLONG,
-)
+_OTHER = "choose another place or free it"
+_OPEN = "allow more open files (ulimit -n 4096) and start again"
+_REFUSALS = {  # errors of the system, no fault of the program -> remedy
+    errno.EACCES: "get the right to use it, or choose another",
+    errno.EMFILE: _OPEN,
+    errno.ENFILE: _OPEN,
+    errno.ENOSPC: "free the disk",
+    errno.EDQUOT: "free the disk",
+    errno.EROFS: _OTHER,
+    errno.EIO: _OTHER,
+    errno.ENAMETOOLONG: "choose a shorter name",
+}
 QUOTED = Path(__file__).resolve().parents[2] / "traces" / "quoted"  # tables that plans quote
 Json = dict[str, Any]  # an object of a JSON document
 Where = tuple[str | int, ...]  # the path of a value in a document, as ('device', 'memory')
@@ -147,21 +149,13 @@ def refusal(error: BaseException) -> OSError | None:
     if isinstance(error, OSError) and error.errno in _REFUSALS:
         return error
     message = str(error)
-    number = next((number for number in _REFUSALS if os.strerror(number) in message), None)
-    return None if number is None else OSError(number, os.strerror(number))
+    numbers = (number for number in _REFUSALS if os.strerror(number) in message)
+    return next((OSError(number, os.strerror(number)) for number in numbers), None)
 
 
 def remedy_of(error: OSError) -> str:
     """Return a remedy, in words, for an error of the system about a file."""
-    if error.errno in (errno.EMFILE, errno.ENFILE):
-        return "allow more open files (ulimit -n 4096) and start again"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "free the disk"
-    if error.errno == errno.ENAMETOOLONG:
-        return "choose a shorter name"
-    if error.errno == errno.EACCES:
-        return "get the right to use it, or choose another"
-    return "choose another place or free it"
+    return _REFUSALS.get(error.errno or 0, _OTHER)
 
 
 def _followed(path: Path) -> Path:

@@ -10,6 +10,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
+from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -208,14 +209,13 @@ def _events(rank: int, spans: list[Span], source: str) -> list[Json]:
     used = {span.lane for span in spans}
     lanes = sorted(used.union(LANES), key=lambda lane: (place_of(lane), lane))
     thread = {lane: i for i, lane in enumerate(lanes)}
-    events = [
-        _metadata(rank, 0, "process_name", name=f"rank {rank} ({source})"),
-        _metadata(rank, 0, "process_sort_index", sort_index=rank),
+    told = [("process", 0, f"rank {rank} ({source})", rank)]
+    told += [("thread", place, lane, place) for lane, place in thread.items() if lane in used]
+    events: list[Json] = [
+        {"ph": "M", "name": f"{what}_{field}", "pid": rank, "tid": number, "ts": 0, "args": args}
+        for what, number, name, place in told
+        for field, args in (("name", {"name": name}), ("sort_index", {"sort_index": place}))
     ]
-    for lane in filter(used.__contains__, lanes):
-        number = thread[lane]
-        events.append(_metadata(rank, number, "thread_name", name=lane))
-        events.append(_metadata(rank, number, "thread_sort_index", sort_index=number))
     for span in spans:
         args = {
             "op": span.op,
@@ -229,10 +229,6 @@ def _events(rank: int, spans: list[Span], source: str) -> list[Json]:
         when = {"ts": span.start * 1e6, "dur": span.seconds * 1e6}
         events.append({"ph": "X", **where, **when, "args": args})
     return events
-
-
-def _metadata(rank: int, thread: int, event: str, **args: object) -> Json:
-    return {"ph": "M", "name": event, "pid": rank, "tid": thread, "ts": 0, "args": args}
 
 
 def _span(rank: int, event: Json) -> Span:
@@ -331,42 +327,47 @@ def write_for_hta(directory: str | Path, folder: str | Path) -> list[Path]:
     """
     spans = read_traces(directory)
     ranks = sorted({span.rank for span in spans})
-    start = min((span.start for span in spans), default=0.0)
+    origin = min((span.start for span in spans), default=0.0)
     make_folder(Path(folder))
     paths = []
     for rank in ranks:
-        own = sorted((span for span in spans if span.rank == rank), key=lambda span: span.start)
+        own = sorted((span for span in spans if span.rank == rank), key=attrgetter("start"))
+        ends = (((time - origin) * 1e6 for time in (span.start, span.end)) for span in own)
+        # in whole microseconds; both ends are rounded, so spans stay adjacent
+        own = [
+            span._replace(start=round(s), end=round(e))
+            for span, (s, e) in zip(own, ends, strict=True)
+        ]
         paths.append(Path(folder) / f"rank{rank}.json")
         document = {
             "schemaVersion": 1,
             "distributedInfo": {"backend": "nccl", "rank": rank, "world_size": len(ranks)},
-            "baseTimeNanoseconds": round(start * 1e9),
-            "traceEvents": [*_steps(own, start), *_kernels(own, start)],
+            "baseTimeNanoseconds": round(origin * 1e9),
+            "traceEvents": [*_steps(own), *_kernels(own)],
         }
         # HTA looks for '"rank": 0' with a space
         write_atomically(paths[-1], json.dumps(document, allow_nan=False))
     return paths
 
 
-def _steps(spans: list[Span], start: float) -> Iterator[Json]:
+def _steps(spans: list[Span]) -> Iterator[Json]:
     """Yield a ProfilerStep per step, which ends where the next step begins; set-up has none."""
     first: dict[int, float] = {}
     for span in spans:
         if span.step >= 0:
             first.setdefault(span.step, span.start)
-    ends = [*list(first.values())[1:], max((span.end for span in spans), default=start)]
-    for (step, begin), end in zip(first.items(), ends, strict=True):
-        event = _event(spans[0].rank, HOST_THREAD, "user_annotation", f"ProfilerStep#{step}")
-        yield event | _time(begin, end, start)
+    bounds = [*first.values(), max(span.end for span in spans)]
+    for step, (begin, end) in zip(first, pairwise(bounds), strict=True):
+        whole = spans[0]._replace(start=begin, end=end)
+        yield _event(whole, HOST_THREAD, "user_annotation", f"ProfilerStep#{step}")
 
 
-def _kernels(spans: list[Span], start: float) -> Iterator[Json]:
+def _kernels(spans: list[Span]) -> Iterator[Json]:
     streams = {lane: number for number, lane in enumerate(LANES, 1)}
     for number, span in enumerate(spans, 1):
         name = _STEP.sub("", span.label)
         if span.lane.startswith("host"):
-            event = _event(span.rank, HOST_THREAD, "cpu_op", name)
-            yield event | _time(span.start, span.end, start)
+            yield _event(span, HOST_THREAD, "cpu_op", name)
             continue
         stream = streams.setdefault(span.lane, len(streams) + 1)
         if span.lane == "copy":
@@ -375,18 +376,12 @@ def _kernels(spans: list[Span], start: float) -> Iterator[Json]:
             category = "kernel"
         else:
             category, name = "kernel", f"ncclKernel_{name}"
-        launch = _event(span.rank, HOST_THREAD, "cuda_runtime", "cudaLaunchKernel")
-        yield launch | _time(span.start, span.start, start) | {"args": {"correlation": number}}
+        launch = span._replace(end=span.start)
+        yield _event(launch, HOST_THREAD, "cuda_runtime", "cudaLaunchKernel", correlation=number)
         args = {"device": span.rank, "stream": stream, "correlation": number, "bytes": span.nbytes}
-        kernel = _event(span.rank, stream, category, name)
-        yield kernel | _time(span.start, span.end, start) | {"args": args}
+        yield _event(span, stream, category, name, **args)
 
 
-def _event(rank: int, thread: int, category: str, name: str) -> Json:
-    return {"ph": "X", "cat": category, "name": name, "pid": rank, "tid": thread, "args": {}}
-
-
-def _time(begin: float, end: float, start: float) -> dict[str, int]:
-    """Return whole microseconds since `start`; both ends are rounded, so spans stay adjacent."""
-    first, last = round((begin - start) * 1e6), round((end - start) * 1e6)
-    return {"ts": first, "dur": last - first}
+def _event(span: Span, thread: int, category: str, name: str, **args: int) -> Json:
+    who = {"ph": "X", "cat": category, "name": name, "pid": span.rank, "tid": thread}
+    return {**who, "args": args, "ts": span.start, "dur": span.seconds}
