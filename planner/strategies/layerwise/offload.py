@@ -58,7 +58,7 @@ once. See also executor/strategies/offload.py.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, product
@@ -88,7 +88,6 @@ from gnnplan.planner.strategies.program.program import (
     Op,
     Program,
     QueuedOp,
-    Step,
     Work,
 )
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -328,13 +327,13 @@ def _sends(problem: Problem, layout: AnyLayout, facts: LayerCounts) -> RankMatri
     return np.asarray(~np.eye(ranks, dtype=bool)[:, :, None] * by_rank).transpose(2, 0, 1)
 
 
-def overlapped_order(at: Callable[[int], Step], epoch: int, steps: int) -> Iterator[QueuedOp]:
+def overlapped_order(program: Program, steps: int) -> Iterator[QueuedOp]:
     """Yield the queue of steps whose copies overlap with computation (an `Order`)."""
     computed: tuple[Label, ...] = ()  # the last operation other than copies
     for step in range(steps):
         loaded: dict[int | None, tuple[Label, ...]] = {}  # chunk -> its load
         stored: tuple[Label, ...] = ()
-        for op in at(step):
+        for op in program.step(step):
             label, after = op.label(step), computed
             if op.op == "load":
                 loaded[op.chunk] = (label,)
