@@ -66,7 +66,7 @@ from gnnplan.planner.graph.sampling import ROUNDING, Ids
 from gnnplan.planner.ownership.layout import Chunks
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import settled
-from gnnplan.planner.strategies.gnnpipe import GNNPipe, Piece, chunk_order
+from gnnplan.planner.strategies.gnnpipe import SIGNS, Direction, GNNPipe, Piece, chunk_order
 from gnnplan.planner.vocabulary.numbers import Group, offsets
 from gnnplan.planner.vocabulary.schedule import Label
 
@@ -143,10 +143,6 @@ class Inputs:
         """Apply a step's dropout to features, if layer 1 reads prepared features."""
         if self.is_prepared:
             self.prepared = self.net.layer(1).prepare(self.features, drop)
-
-    def encode(self, chunk: Chunk, drop: Drop) -> Tensor:
-        """Return the encoder's output for a chunk's own rows, with autograd graph."""
-        return self.net.encode(self.features[chunk.rows], drop)
 
     def first_layer(self, c: int, drop: Callable[[Tensor], Drop]) -> Tensor:
         """Return layer 1's output for chunk c. drop: places -> dropout of the rows there."""
@@ -396,83 +392,83 @@ class Worker(StrategyWorker):
         loss = torch.zeros((), dtype=dtype, device=device)
         shape = self.own if self.stage.is_last else 0, self.model.classes
         logits = torch.zeros(shape, dtype=self.dtype, device=device)
-        receives = self._post_receives(order, self.previous, self.stage.received)
-        sends = list[Future[None]]()
         states: dict[int, ChunkState] = {}
-        for c in order:
-            received = self._receive(receives, step, c, "f", self.previous)
+
+        def forward(c: int, received: list[Tensor]) -> list[Tensor]:
             state = states[c] = self._forward(step, c, received)
-            if self.stage.is_last:
-                loss = loss + state.loss
-                logits[self.chunks[c].rows] = state.h
-            else:
-                outgoing = [state.h] if state.x0 is None else [state.h, state.x0.detach()]
-                sends.append(self._send(step, c, "f", self.following, outgoing))
-        del state  # of the last chunk, which would stay until the end
-        # NCCL orders all messages of a pair of ranks: receives are posted after sends have ended
-        for future in sends:
-            future.result()
-        sends.clear()
-        receives = self._post_receives(order[::-1], self.following, self.stage.sent)
-        for c in order[::-1]:
-            received = self._receive(receives, step, c, "b", self.following)
-            outgoing = self._backward(step, c, states.pop(c), received)
-            if outgoing:
-                sends.append(self._send(step, c, "b", self.previous, outgoing))
-        for future in sends:
-            future.result()
+            if not self.stage.is_last:
+                return [state.h] if state.x0 is None else [state.h, state.x0.detach()]
+            loss.add_(state.loss)
+            logits[self.chunks[c].rows] = state.h
+            return []
+
+        def backward(c: int, received: list[Tensor]) -> list[Tensor]:
+            return self._backward(step, c, states.pop(c), received)
+
+        self._pass(step, "f", order, forward)
+        self._pass(step, "b", order[::-1], backward)
         return loss, logits
 
-    def _post_receives(self, order: list[int], peer: int, width: int) -> dict[int, PendingReceive]:
-        """Post receives of rows from the peer, by chunk, in the order in which it sends.
+    def _pass(
+        self,
+        step: int,
+        direction: Direction,
+        order: list[int],
+        compute: Callable[[int, list[Tensor]], list[Tensor]],
+    ) -> None:
+        """Receive, compute and send chunk after chunk.
 
-        width: 0 if there is no such peer."""
-        if not width:
-            return {}
-        dtype = self.dtype
+        compute: (chunk, received tensors) -> tensors to send, none if no stage follows.
+        """
+        sign, sends = SIGNS[direction], list[Future[None]]()
+        source, target = (self.previous, self.following)[::sign]
+        width = (self.stage.received, self.stage.sent)[::sign][0]  # 0: no stage precedes
+        columns, dtype = width, self.dtype
         if self.codec.packs:
-            width, dtype = self.codec.row_bytes(width, dtype.itemsize), torch.uint8
-        return {
-            c: PendingReceive(self.rank, (self.chunks[c].size, width), dtype, peer) for c in order
+            columns, dtype = self.codec.row_bytes(width, dtype.itemsize), torch.uint8
+        # NCCL orders all messages of a pair of ranks: these are posted in the order in which the
+        # peer sends, after the sends of the pass before have ended
+        receives = {
+            c: PendingReceive(self.rank, (self.chunks[c].size, columns), dtype, source)
+            for c in (order if width else ())
         }
+        for c in order:
+            label = Label("receive", step, direction, chunk=c, peer=source)
+            received = self._receive(label, receives.pop(c), width) if width else []
+            if outgoing := compute(c, received):
+                label = label._replace(op="pipeline", peer=target)
+                sends.append(self._send(label, self.chunks[c], outgoing))
+        for future in sends:
+            future.result()
 
-    def _receive(
-        self, receives: dict[int, PendingReceive], step: int, c: int, direction: str, peer: int
-    ) -> list[Tensor]:
-        """Receive chunk c's rows, or their gradient, and GCNII's initial rows; [] without a peer.
+    def _receive(self, label: Label, message: PendingReceive, width: int) -> list[Tensor]:
+        """Receive a chunk's rows, or their gradient, and GCNII's initial rows.
 
         Two tensors are copied apart: matrix products of non-contiguous rows are slow.
         """
-        if c not in receives:
-            return []
-        label = Label("receive", step, direction, chunk=c, peer=peer)
         # an empty sub-chunk has no message
-        is_sent = self.chunks[c].size > 0
+        is_sent = message.buffer.numel() > 0
         with self.rank.recorder.span(label, "receive") if is_sent else nullcontext():
-            message = receives.pop(c).wait()
+            rows = message.wait()
         if self.codec.packs:
-            width = self.stage.received if direction == "f" else self.stage.sent
             with self.rank.recorder.span(label._replace(op="unpack", peer=None), "compute"):
-                rows = torch.empty(len(message), width, dtype=self.dtype, device=message.device)
-                message = UniformWidth(self.codec.on_average).unpack(message, rows)
+                into = torch.empty(len(rows), width, dtype=self.dtype, device=rows.device)
+                rows = UniformWidth(self.codec.on_average).unpack(rows, into)
         if not self.model.carried:
-            return [message]
+            return [rows]
         # `contiguous` would not copy an empty tensor, whose strides autograd then warns about
-        parts = message.tensor_split([message.shape[1] - self.model.carried], 1)
+        parts = rows.tensor_split([width - self.model.carried], 1)
         return [part.clone(memory_format=torch.contiguous_format) for part in parts]
 
-    def _send(
-        self, step: int, c: int, direction: str, peer: int, parts: list[Tensor]
-    ) -> Future[None]:
-        """Send chunk c's rows, with GCNII's initial rows as more columns, on the send lane."""
-        rows = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-        label = Label("pipeline", step, direction, chunk=c, peer=peer)
+    def _send(self, label: Label, chunk: Chunk, parts: list[Tensor]) -> Future[None]:
+        """Send a chunk's rows, with GCNII's initial rows as more columns, on the send lane."""
+        rows, peer = parts[0] if len(parts) == 1 else torch.cat(parts, 1), label.peer
         if self.codec.packs:
             # the layer that reads the rows, on the receiving stage
-            layer = self.layers.stop if direction == "f" else self.layers.start
-            numbers = ROUNDING, self.seed, step, layer, "fb".index(direction)
+            layer = self.layers.stop if label.direction == "f" else self.layers.start
+            numbers = ROUNDING, self.seed, label.step, layer, "fb".index(label.direction)
             with self.rank.recorder.span(label._replace(op="pack", peer=None), "compute"):
-                vertices = self.vertices[self.chunks[c].rows]
+                vertices = self.vertices[chunk.rows]
                 rows = UniformWidth(self.codec.on_average).pack(rows, None, vertices, *numbers)
         if not rows.shape[0]:
             return completed_future(None)
@@ -480,7 +476,7 @@ class Worker(StrategyWorker):
 
         def run() -> None:
             with recorded:
-                send(self.rank, rows, peer)
+                send(self.rank, rows, settled(peer))
 
         return self.rank.lanes.submit("send", run)
 
@@ -532,7 +528,8 @@ class Worker(StrategyWorker):
                 c, lambda places: self.drop(step, layer, self.vertices[places])
             )
         else:
-            out = self.inputs.encode(chunk, self.drop(step, 0, self.vertices[chunk.rows]))
+            rows = self.inputs.features[chunk.rows]
+            out = self.net.encode(rows, self.drop(step, 0, self.vertices[chunk.rows]))
         x0 = state.x0 = out.detach().requires_grad_() if self.net.initial else None
 
         def back(root: Tensor, gradient: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ from gnnplan.planner.strategies.minibatch import p3 as of_columns
 from gnnplan.planner.strategies.minibatch.adjacency_store import thinned
 from gnnplan.planner.strategies.minibatch.feature_store import HOST
 from gnnplan.planner.strategies.minibatch.on_batches import fitting
-from gnnplan.planner.strategies.minibatch.p3 import Pipelined
+from gnnplan.planner.strategies.minibatch.p3 import pipelined
 from gnnplan.planner.strategies.program import account as program_memory
 from gnnplan.planner.strategies.program.account import fullest
 from gnnplan.planner.strategies.program.program import Op, Program
@@ -292,7 +292,7 @@ def test_steps_under_way_together_are_held_together():
         Op("loss", work=Compute(), phase="body"),
         Op("backward", work=Compute(), phase="tail", holds=lambda: OpMemory(0.0, -1.0)),
     ]
-    program = Program.of(step, order=Pipelined(0), in_flight=3)
+    program = Program.of(step, order=pipelined, in_flight=3)
     program = replace(program, known=lambda: [0] * 5, steps=5)
     assert fullest(TWO, program).tolist() == [3, 3]
     assert fullest(TWO, replace(program, order=None, in_flight=1)).tolist() == [1, 1]

@@ -63,9 +63,7 @@ from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
 from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel
 from gnnplan.planner.strategies.layerwise.step import (
     Holds,
-    end_of_step,
-    finish,
-    moments,
+    layer_by_layer,
 )
 from gnnplan.planner.strategies.program.account import machine_code
 from gnnplan.planner.strategies.program.program import Exchange, Op, Program
@@ -342,27 +340,26 @@ def _stays(model: Model, layer: int) -> bool:
 # -- operations ------------------------------------------------------------------------------------
 
 
-def crossing(problem: Problem, width: int, op: str) -> Outer:
-    """Return the numbers sent from rank to rank for rows of `width` numbers [ranks, ranks]."""
+def crossing(problem: Problem, width: int, op: str) -> Exchange:
+    """Return the exchange of rows of `width` numbers for their columns ('to_columns'), or back."""
     rows, columns = shares(problem.stats.vertices, problem.ranks), shares(width, problem.ranks)
     sent = Outer(rows, columns, np.zeros_like(rows))
-    return sent if op == "to_columns" else sent.T
+    return Exchange(sent if op == "to_columns" else sent.T, problem.model.itemsize)
 
 
 def setup(problem: Problem, courses: Courses) -> Iterator[Op]:
     """Yield the exchanges before the first step, of features that are aggregated only once."""
     if courses[0] is None and problem.ranks > 1:
         for op in ("to_columns", "to_rows"):
-            sent = crossing(problem, problem.model.features, op)
-            yield Op(f"input_{op}", work=Exchange(sent, problem.model.itemsize))
+            yield Op(f"input_{op}", work=crossing(problem, problem.model.features, op))
 
 
 def _step(problem: Problem, model: ByColumns, courses: Courses) -> Iterator[Op]:
     """Yield the operations of one step, in order."""
-    ranks, layers, b, stats = problem.ranks, len(courses), model.itemsize, problem.stats
+    ranks, b, stats = problem.ranks, model.itemsize, problem.stats
     own, nothing = shares(stats.vertices, ranks), Outer.of([0] * ranks, True, 0)
     counts = LayerCounts(own, own, np.zeros(ranks), nothing)
-    facts = dict.fromkeys(range(1, layers + 1), counts)
+    facts = dict.fromkeys(range(1, len(courses) + 1), counts)
     holds = Holds(problem, model, facts, ExchangeOptions(narrow=True))
 
     def rows_of(in_rows: bool, width: int) -> np.ndarray:
@@ -399,38 +396,25 @@ def _step(problem: Problem, model: ByColumns, courses: Courses) -> Iterator[Op]:
         columns = shares(course.width, ranks)
         most = int(columns.max())
         read = Gather(edges * columns / most, most, stats.vertices, stats.vertices)
-        summed = Compute(0.0, (read,), launches=1, itemsize=b)
         if before and ranks > 1:
-            numbers = crossing(problem, course.width, "to_columns")
-            yield Op("to_columns", direction, layer, work=Exchange(numbers, b))
+            work = crossing(problem, course.width, "to_columns")
+            yield Op("to_columns", direction, layer, work=work)
+        summed = Compute(0.0, (read,), launches=1, itemsize=b)
         yield Op("aggregate", direction, layer, work=summed)
         if after and ranks > 1:
-            numbers = crossing(problem, course.width, "to_rows")
-            yield Op("to_rows", direction, layer, work=Exchange(numbers, b))
+            yield Op("to_rows", direction, layer, work=crossing(problem, course.width, "to_rows"))
 
-    encode = model.encode(own) if model.encoder else None
-    if encode:
-        yield Op("encode", "f", work=encode[0], holds=partial(holds.encode, own))
-    for layer, course in enumerate(courses, 1):
-        yield from moments(problem, layer, "f")
-        if course is not None:
+    def exchange(layer: int, direction: str) -> Iterator[Op]:
+        course = courses[layer - 1]
+        if course is not None and direction == "f":
             yield prepare(layer, course, "f")
             yield from sums(layer, course, "f")
-        work = end(layer, course)[0]
-        yield Op("forward", layer=layer, work=work, holds=partial(holds.forward, layer))
-    yield from moments(problem, layers + 1, "f")
-    yield Op("loss", work=finish(problem, own, None), holds=holds.loss)
-    yield from moments(problem, layers + 1, "b")
-    for layer, course in reversed([*enumerate(courses, 1)]):
-        work = end(layer, course)[1]
-        yield Op("backward", layer=layer, work=work, holds=partial(holds.backward, layer))
-        if course is not None and course.backward:
+        elif course is not None and course.backward:
             yield from sums(layer, course, "b")
             yield prepare(layer, course, "b")
-            yield from moments(problem, layer, "b")
-    if encode:
-        yield Op("encode", "b", work=encode[1])
-    yield from end_of_step(problem)
+
+    works = {layer: end(layer, course) for layer, course in enumerate(courses, 1)}
+    return layer_by_layer(holds, works, exchange, own)
 
 
 # -- memory ----------------------------------------------------------------------------------------

@@ -58,10 +58,10 @@ once. See also executor/strategies/offload.py.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise, product
+from itertools import chain, product
 from typing import Self
 
 import numpy as np
@@ -80,7 +80,7 @@ from gnnplan.planner.ownership.layout import LayerCounts
 from gnnplan.planner.problem.problem import AnyLayout, Problem
 from gnnplan.planner.strategies.base import Example, Memory, Resident, Strategy, settled
 from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel, check_trim
-from gnnplan.planner.strategies.layerwise.step import end_of_step, finish, moments
+from gnnplan.planner.strategies.layerwise.step import end_of_step, finish, first_alike, moments
 from gnnplan.planner.strategies.program.account import fullest, machine_code, peak
 from gnnplan.planner.strategies.program.program import (
     Copy,
@@ -88,7 +88,6 @@ from gnnplan.planner.strategies.program.program import (
     Op,
     Program,
     QueuedOp,
-    Step,
     Work,
 )
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -104,16 +103,18 @@ PASSES = ("forward", "backward")
 CROSSING = ("halo f", "halo_again b", "halo b")
 
 
-def order(model: Model, chunks: Sequence[int]) -> Iterator[Label]:
-    """Yield the labels of a step over these chunks; moments are of all chunks."""
+def order(model: Model, chunks: Sequence[int], ahead: bool = False) -> Iterator[Label]:
+    """Yield the labels of a step over these chunks; moments are of all chunks.
+
+    ahead: each load is in the place of the load before it, so a pass begins with two loads."""
     last = len(model.layers)
     for layer in range(1, last):
-        yield from _chunk_by_chunk(FORWARD, layer, model, chunks)
+        yield from _chunk_by_chunk(FORWARD, layer, model, chunks, ahead)
         yield Label("moments", 0, "f", layer + 1)
-    yield from _chunk_by_chunk(LAST, last, model, chunks)
+    yield from _chunk_by_chunk(LAST, last, model, chunks, ahead)
     for layer in range(last - 1, 0, -1):
         yield Label("moments", 0, "b", layer + 1)
-        yield from _chunk_by_chunk(BACKWARD, layer, model, chunks)
+        yield from _chunk_by_chunk(BACKWARD, layer, model, chunks, ahead)
 
 
 def evaluation(model: Model, chunks: Sequence[int]) -> Iterator[Label]:
@@ -123,16 +124,19 @@ def evaluation(model: Model, chunks: Sequence[int]) -> Iterator[Label]:
 
 
 def _chunk_by_chunk(
-    names: Sequence[str], layer: int, model: Model, chunks: Sequence[int]
+    names: Sequence[str], layer: int, model: Model, chunks: Sequence[int], ahead: bool = False
 ) -> Iterator[Label]:
     """Yield the labels of a layer. Constant rows are not exchanged and have no gradient; the last
     layer stores logits even then."""
     if layer <= model.first_varying:
         omitted = CROSSING if names is LAST else (*CROSSING, "store b")
         names = [name for name in names if name not in omitted]
-    for chunk, name in product(chunks, names):
-        op, _, direction = name.partition(" ")
-        yield Label(op, 0, direction, None if op == "loss" else layer, chunk)
+    load, *others = names
+    for place, chunk in enumerate(chunks):
+        loads = product((load,), chunks[place + (ahead and place > 0) : place + 1 + ahead])
+        for name, at in (*loads, *product(others, (chunk,))):
+            op, _, direction = name.partition(" ")
+            yield Label(op, 0, direction, None if op == "loss" else layer, at)
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,88 +225,81 @@ class ChunkLayer:
 
 
 class ChunkedStep:
-    """A step over the chunks of a layout, in which each chunk counts as a rank."""
+    """A step, or an evaluation, over the chunks of a layout, in which each chunk counts as a rank.
 
-    def __init__(self, problem: Problem, layout: AnyLayout) -> None:
-        self.problem, self.model, self.layout = problem, problem.model, layout
-        self.layers = range(1, len(self.model.layers) + 1)
-        self.chunks = range(layout.ranks // problem.ranks)  # of each rank
-        kinds = [layout.kind(layer) for layer in self.layers]
-        by_kind = {
-            kind: _counts_by_chunk(problem, layout, layout.facts(kinds.index(kind) + 1))
-            for kind in dict.fromkeys(kinds)
-        }
-        # for each chunk the first chunk with the same counts in all layers; estimated chunks differ
-        # by a vertex at most, so few are distinct
-        first = dict[tuple[Counts, ...], int]()
-        of_chunks = zip(*(by_kind[kind] for kind in kinds), strict=True)
-        self.first_like = [first.setdefault(each, c) for c, each in enumerate(of_chunks)]
-        self.distinct_chunks = list(first.values())
-        self._parts = {
-            (layer, c): ChunkLayer(problem, layer, n)
-            for counts, c in first.items()
-            for layer, n in enumerate(counts, 1)
-        }
+    parts: for each chunk of a rank, its layers 1 .. L; chunks with equal counts share them, since
+    estimated chunks differ by a vertex at most. distinct: the unlike ones.
+    """
+
+    def __init__(self, problem: Problem, layout: AnyLayout, trains: bool = True) -> None:
+        self.problem, self.model, self.layout, self.trains = problem, problem.model, layout, trains
+        like = first_alike(map(layout.kind, range(1, len(self.model.layers) + 1)))
+        counts = {layer: _counts_by_chunk(problem, layout, layer) for layer in {*like.values()}}
+        parts = dict[tuple[Counts, ...], list[ChunkLayer]]()
+        self.parts = list[list[ChunkLayer]]()
+        for each in zip(*(counts[layer] for layer in like.values()), strict=True):
+            if each not in parts:
+                parts[each] = [ChunkLayer(problem, layer, n) for layer, n in enumerate(each, 1)]
+            self.parts.append(parts[each])
+        self.distinct = list(parts.values())
         # whether copies of a chunk overlap with the computation of another chunk
-        self.overlaps_copies = problem.cluster.device.kind == "cuda" and len(self.chunks) > 1
-
-    def part(self, layer: int, c: int) -> ChunkLayer:
-        """Return a layer on chunk c of every rank."""
-        return self._parts[layer, self.first_like[c]]
+        self.overlaps_copies = problem.cluster.device.kind == "cuda" and len(self.parts) > 1
 
     def program(self) -> Program:
-        step = [*self.ops(order(self.model, self.chunks)), *end_of_step(self.problem)]
-        return Program.of(step, order=overlapped_order if self.overlaps_copies else None)
+        ahead = self.overlaps_copies
+        ops = self._ops(order(self.model, range(len(self.parts)), ahead), self.parts)
+        step = [*ops, *end_of_step(self.problem)]
+        return Program.of(step, order=overlapped_order if ahead else None)
 
-    def fullest_program(self, evaluates: bool = False) -> Program:
-        """Return a step, or an evaluation, over one chunk of each kind; its peak memory is that of
-        all chunks."""
-        labels = (evaluation if evaluates else order)(self.model, self.distinct_chunks)
-        return Program.of(list(self.ops(labels)))
+    def fullest_program(self) -> Program:
+        """Return the step over one chunk of each kind; its peak memory is that of all chunks."""
+        labels = (order if self.trains else evaluation)(self.model, range(len(self.distinct)))
+        return Program.of(list(self._ops(labels, self.distinct)))
 
-    def ops(self, labels: Iterable[Label]) -> Iterator[Op]:
+    def _ops(self, labels: Iterable[Label], parts: list[list[ChunkLayer]]) -> Iterator[Op]:
         """Yield the operations of these labels, with their work and memory."""
-        works: dict[Label, Work | None] = {}  # of the first of all chunks with equal counts
-        for label in labels:
-            op, direction, layer, c = label.op, label.direction, label.layer, label.chunk
-            layer = layer or len(self.layers)
+        works: dict[tuple[ChunkLayer, str, str], Work | None] = {}
+        for op, _, direction, layer, c, _ in labels:
             if c is None:
-                yield from moments(self.problem, layer, direction)
+                yield from moments(self.problem, layer or 0, direction)
                 continue
-            part, like = self.part(layer, c), label._replace(chunk=self.first_like[c])
-            if like not in works:
-                works[like] = part.work(op, direction)
-            if (work := works[like]) is not None:
+            part = parts[c][(layer or 0) - 1]
+            if (each := (part, op, direction)) not in works:
+                works[each] = part.work(op, direction)
+            if (work := works[each]) is not None:
                 holds = partial(part.held, op) if op in PASSES else None
-                yield Op(op, direction, label.layer, chunk=c, work=work, holds=holds)
+                yield Op(op, direction, layer, chunk=c, work=work, holds=holds)
 
-    def copy_buffers(self, ways: str = "fb") -> np.ndarray:
+    def copy_buffers(self) -> np.ndarray:
         """Return the peak bytes of copies during computation: the results of the chunk before,
         then the rows of the next chunk [ranks]."""
-        peak = np.zeros(self.problem.ranks)
-        for part, direction in product(self._parts.values(), ways if self.overlaps_copies else ""):
+        peak, ways = np.zeros(self.problem.ranks), "fb" if self.trains else "f"
+        for part, direction in product(chain(*self.distinct), ways if self.overlaps_copies else ""):
             peak = np.maximum.reduce([peak, part.loaded(direction), part.stored(direction)])
         return peak
 
-    def on_host(self, trains: bool = True) -> Memory:
+    def on_host(self) -> Memory:
         """Return each rank's bytes of rows and of edges in its server's memory [ranks].
 
         Rows: h_1 .. h_{L-1}, two buffers for their gradients if the step trains, logits, and layer
         1's aggregate if it is constant."""
         model, zero = self.model, np.zeros(self.problem.ranks)
-        n = [sum((self.part(h, c).n.rows for c in self.chunks), zero) for h in self.layers]
+        layers = list(zip(*self.parts, strict=True))  # all chunks of each
+        n = [sum((part.n.rows for part in of_layer), zero) for of_layer in layers]
         hidden = [rows * layer.h_out for rows, layer in zip(n, model.layers[:-1], strict=False)]
         widest = np.max(hidden, axis=0) if hidden else zero
-        numbers = sum(hidden, zero) + widest * min(len(hidden), 2) * trains + n[-1] * model.classes
+        buffers = min(len(hidden), 2) * self.trains
+        numbers = sum(hidden, zero) + widest * buffers + n[-1] * model.classes
         numbers = numbers + n[0] * model.features * model.aggregate_cached(1)
-        kinds = {self.layout.kind(layer): layer for layer in self.layers}
-        edges = sum(self.part(layer, c).edges for layer in kinds.values() for c in self.chunks)
-        labels = sum(self.part(len(self.layers), c).labels for c in self.chunks)
+        kinds = {self.layout.kind(layer): parts for layer, parts in enumerate(layers, 1)}
+        edges = sum(part.edges for parts in kinds.values() for part in parts)
+        labels = sum(part.labels for part in layers[-1])
         return {"rows": numbers * model.itemsize, "edges": np.asarray(edges + labels)}
 
 
-def _counts_by_chunk(problem: Problem, layout: AnyLayout, facts: LayerCounts) -> list[Counts]:
+def _counts_by_chunk(problem: Problem, layout: AnyLayout, layer: int) -> list[Counts]:
     """Return a layer's counts for every chunk."""
+    facts = layout.facts(layer)
     if isinstance(layout, EstimatedLayout):
         trained = np.full(layout.ranks, problem.stats.train_vertices / layout.ranks)
     else:
@@ -330,13 +327,13 @@ def _sends(problem: Problem, layout: AnyLayout, facts: LayerCounts) -> RankMatri
     return np.asarray(~np.eye(ranks, dtype=bool)[:, :, None] * by_rank).transpose(2, 0, 1)
 
 
-def overlapped_order(at: Callable[[int], Step], epoch: int, steps: int) -> Iterator[QueuedOp]:
+def overlapped_order(program: Program, steps: int) -> Iterator[QueuedOp]:
     """Yield the queue of steps whose copies overlap with computation (an `Order`)."""
     computed: tuple[Label, ...] = ()  # the last operation other than copies
     for step in range(steps):
         loaded: dict[int | None, tuple[Label, ...]] = {}  # chunk -> its load
         stored: tuple[Label, ...] = ()
-        for op in _loads_ahead(at(step)):
+        for op in program.step(step):
             label, after = op.label(step), computed
             if op.op == "load":
                 loaded[op.chunk] = (label,)
@@ -346,23 +343,6 @@ def overlapped_order(at: Callable[[int], Step], epoch: int, steps: int) -> Itera
                 after += loaded.pop(op.chunk, ()) + (stored if op.chunk is None else ())
                 computed = (label,)
             yield QueuedOp(op, step, after)
-
-
-def _loads_ahead(ops: Iterable[Op]) -> Iterator[Op]:
-    """Yield the operations with each load moved to the place of the previous load in its pass of a
-    layer; the first load stays, so a pass begins with two loads."""
-    loads = pairwise(op for op in ops if op.op == "load")
-    following = {
-        op: later
-        for op, later in loads
-        if (op.direction, op.layer) == (later.direction, later.layer)
-    }
-    ahead = set(following.values())
-    for op in ops:
-        if op not in ahead:
-            yield op
-        if op in following:
-            yield following[op]
 
 
 MOST_CHUNKS = 1024  # a limit, because a plan counts the rows that each chunk reads of each other
@@ -429,16 +409,15 @@ class Offload(Strategy):
         assert isinstance(variant, Offload)
         loaded, stored = variant.moved(placed)
         predicted = variant.predict(placed)
-        host_bytes = float(sum(variant.host_memory(placed).values(), np.zeros(1)).max())
+        host_bytes = sum(variant.on_fullest_server(placed).values())
         copied_s = sum(
             float(seconds)
             for op, seconds in predicted.by_op.items()
             if op.split(":")[0] in ("load", "store")
         )
-        whole = sum(_least(placed).memory(placed).values(), np.zeros(1))
         return [
             f"{variant} keeps {show_bytes(host_bytes)} in a server's memory, because the graph"
-            f" would take {show_bytes(float(whole.max()))} on a device; per epoch"
+            f" would take {show_bytes(_least(placed).most_memory(placed))} on a device; per epoch"
             f" {show_bytes(loaded)} are loaded and {show_bytes(stored)} stored, which takes"
             f" {show_time(copied_s)} of {show_time(float(predicted.epoch_s))}"
             f" ({show_percent(copied_s / float(predicted.epoch_s))})"
@@ -482,7 +461,7 @@ class Offload(Strategy):
 
     def preparation(self, problem: Problem) -> dict[str, float]:
         step = self._step(problem)
-        rows = sum((step.part(1, c).n.sources for c in step.chunks), np.zeros(1))
+        rows = sum((first.n.sources for first, *_ in step.parts), np.zeros(1))
         nbytes = float(rows.max()) * problem.model.features * problem.model.itemsize
         features_s = float(problem.cost.load_s(nbytes))
         return {
@@ -500,7 +479,9 @@ class Offload(Strategy):
         return problem.cache.get_recent(
             "step of chunks",
             (self, evaluates, problem),
-            lambda: ChunkedStep(problem, problem.trimmed(layout) if trims else layout),
+            lambda: ChunkedStep(
+                problem, problem.trimmed(layout) if trims else layout, not evaluates
+            ),
             most=2,
         )
 
@@ -523,11 +504,10 @@ class Offload(Strategy):
         cluster's `host_memory` counts as device memory.
         """
         step, elsewhere = self._step(problem), np.zeros(problem.ranks)
-        data, code = {"copies": step.copy_buffers()}, machine_code(problem, len(step.chunks))
+        data, code = {"copies": step.copy_buffers()}, machine_code(problem, len(step.parts))
         if self.trim:
             whole = self._step(problem, evaluates=True)
-            in_turn = fullest(problem, whole.fullest_program(evaluates=True))
-            elsewhere = in_turn + whole.copy_buffers("f") + code
+            elsewhere = fullest(problem, whole.fullest_program()) + whole.copy_buffers() + code
         if problem.on_cpu:
             servers = np.array(numbered(problem.servers))
             ranks_of_server = np.bincount(servers)[servers]  # [ranks]
@@ -548,7 +528,7 @@ class Offload(Strategy):
         training = self._step(problem).on_host()
         if not self.trim:
             return training
-        evaluation = self._step(problem, evaluates=True).on_host(trains=False)
+        evaluation = self._step(problem, evaluates=True).on_host()
         return {use: nbytes + evaluation[use] for use, nbytes in training.items()}
 
 

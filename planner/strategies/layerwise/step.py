@@ -23,8 +23,8 @@ planner/ownership/layout.py, the rows of ranks.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -322,8 +322,7 @@ def step(
     An exchange stands where a synchronous rank waits for it. Equal layers share their work and
     bytes, so a deep model takes no longer to predict than its distinct layers.
     """
-    model, layers = problem.model, problem.workload.layers
-    policy, lags = options.policy, options.policy.lags
+    model, policy, lags = problem.model, options.policy, options.policy.lags
     like = first_alike(alike_as(model, layout, options.narrow))
     around_exchange = EXCHANGING if problem.on_cpu else 0
     facts = {layer: options.facts(problem, layout, layer, at) for layer in {*like.values()}}
@@ -379,52 +378,62 @@ def step(
             yield Op("unpack", direction, layer, work=unpack)
 
     works = {layer: work_of(layer) for layer in facts}
-    complete: dict[int, list[Bucket]] = {}  # layer whose backward pass completes them -> buckets
-    for bucket in buckets_of(problem, options.buckets, options.narrow):
-        complete.setdefault(bucket.after, []).append(bucket)
-
-    def sums(after: int) -> Iterator[Op]:
-        """Yield the all-reduces that begin after a layer's backward pass (0: the encoder's)."""
-        for layers, weights, _ in complete.get(after, ()):
-            size = weights * model.weight_itemsize
-            yield Op(
-                "all_reduce", layer=layers.start, work=AllReduce((size,)), overlaps_backward=True
-            )
-
     facts_by_layer = {layer: facts[first] for layer, first in like.items()}
     holds = Holds(problem, model, facts_by_layer, options, scored)
-
     if loads:
         yield Op("load", work=Copy(loaded_bytes(problem, layout)))
-    encoded = layout.row_counts(0)
+    works_by_layer = {layer: works[first] for layer, first in like.items()}
+    buckets = buckets_of(problem, options.buckets, options.narrow)
+    yield from layer_by_layer(holds, works_by_layer, exchange, layout.row_counts(0), buckets)
+
+
+def layer_by_layer(
+    holds: Holds,
+    works: Mapping[int, BothPasses],
+    exchange: Callable[[int, str], Iterable[Op]],
+    encoded: np.ndarray,
+    buckets: Sequence[Bucket] = (),
+) -> Iterator[Op]:
+    """Yield the operations of a step on loaded rows, in order.
+
+    works: of each layer. exchange: returns what comes before a layer's forward pass ('f'), and
+    after its backward pass ('b'). encoded: number of rows that the encoder computes [ranks].
+    """
+    problem, model, scored = holds.problem, holds.model, holds.scored
+    last, complete = len(works), defaultdict[int, list[Op]](list)
+    for bucket in buckets:
+        size = bucket.weights * model.weight_itemsize
+        summed, first = AllReduce((size,)), bucket.layers.start
+        op = Op("all_reduce", layer=first, work=summed, overlaps_backward=True)
+        complete[bucket.after].append(op)
     encode = model.encode(encoded) if model.encoder else None
     if encode:
         yield Op("encode", "f", work=encode[0], holds=partial(holds.encode, encoded))
-    for layer in range(1, layers + 1):
+    for layer in range(1, last + 1):
         yield from moments(problem, layer, "f")
         yield from exchange(layer, "f")
         keeps = partial(holds.forward, layer)
-        yield Op("forward", layer=layer, work=works[like[layer]].forward, holds=keeps)
+        yield Op("forward", layer=layer, work=works[layer].forward, holds=keeps)
     endpoints = None  # exchange of edges' endpoints
     if scored is not None and scored.exchanges_rows:
         endpoints = Exchange(scored.sends, model.layers[-1].h_out * model.itemsize)
-    yield from moments(problem, layers + 1, "f")
+    yield from moments(problem, last + 1, "f")
     if endpoints is not None:
-        yield Op("halo", "f", layers + 1, work=endpoints)
-    yield Op("loss", work=finish(problem, facts[like[layers]].rows, scored), holds=holds.loss)
+        yield Op("halo", "f", last + 1, work=endpoints)
+    yield Op("loss", work=finish(problem, holds.facts[last].rows, scored), holds=holds.loss)
     if endpoints is not None:
-        yield Op("halo", "b", layers + 1, work=replace(endpoints, items=endpoints.items.T))
-    yield from moments(problem, layers + 1, "b")
-    for layer in range(layers, 0, -1):
+        yield Op("halo", "b", last + 1, work=replace(endpoints, items=endpoints.items.T))
+    yield from moments(problem, last + 1, "b")
+    for layer in range(last, 0, -1):
         frees = partial(holds.backward, layer)
-        yield Op("backward", layer=layer, work=works[like[layer]].backward, holds=frees)
-        yield from sums(layer)
+        yield Op("backward", layer=layer, work=works[layer].backward, holds=frees)
+        yield from complete[layer]
         yield from exchange(layer, "b")
         yield from moments(problem, layer, "b")
     if encode:
         yield Op("encode", "b", work=encode[1])
-        yield from sums(0)
-    yield from end_of_step(problem, are_summed=bool(complete))
+        yield from complete[0]
+    yield from end_of_step(problem, are_summed=bool(buckets))
 
 
 def end_of_step(problem: Problem, are_summed: bool = False) -> Iterator[Op]:

@@ -76,7 +76,7 @@ Memory, operation by operation, of as many batches as are in flight:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from itertools import zip_longest
@@ -347,7 +347,7 @@ class P3(OnBatches):
     def program(self, problem: Problem) -> Program:
         program = super().program(problem)
         if self.pipelined:
-            program = replace(program, order=Pipelined(self.prefetch), in_flight=DELAY)
+            program = replace(program, order=pipelined, in_flight=DELAY)
         return program
 
     def resident(self, problem: Problem) -> Resident:
@@ -462,41 +462,36 @@ def period(t: int, epoch: int, steps: int | None = None) -> Iterator[tuple[str, 
     return ((phase, batch) for phase, batch, due in order if due and exists(batch))
 
 
-@dataclass(frozen=True)
-class Pipelined:
-    """The order of the pipeline; samplers may be `prefetch` batches ahead.
+def pipelined(program: Program, steps: int) -> Iterator[QueuedOp]:
+    """Yield the queue of the pipeline (an `Order`).
 
     An operation waits for the previous operation of its batch; a load also waits for the rank's
     last computation or load."""
+    ended = list[Label]()  # the last computation or load of each period
+    chains: dict[int, tuple[Label, ...]] = {}  # batch -> labels that its next operation waits for
+    last: tuple[Label, ...] = ()  # the rank's last computation or load
 
-    prefetch: int
+    def queue(batch: int, phase: str) -> Iterator[QueuedOp]:
+        nonlocal last
+        for op in (op for op in program.step(batch) if op.phase == phase):
+            label, chain = op.label(batch), chains[batch]
+            if op.idle:  # the operation is a wait, so it begins at once
+                yield QueuedOp(op, batch, ())
+                chains[batch] = (*chain, label)
+            else:
+                yield QueuedOp(op, batch, chain + last if op.lane == "copy" else chain)
+                chains[batch] = (label,)
+            if op.lane in ("compute", "copy"):
+                last = (label,)
 
-    def __call__(self, at: Callable[[int], Step], epoch: int, steps: int) -> Iterator[QueuedOp]:
-        ended = list[Label]()  # the last computation or load of each period
-        chains: dict[int, tuple[Label, ...]] = {}  # batch -> labels its next operation waits for
-        last: tuple[Label, ...] = ()  # the rank's last computation or load
-
-        def queue(batch: int, phase: str) -> Iterator[QueuedOp]:
-            nonlocal last
-            for op in (op for op in at(batch) if op.phase == phase):
-                label, chain = op.label(batch), chains[batch]
-                if op.idle:  # the operation is a wait, so it begins at once
-                    yield QueuedOp(op, batch, ())
-                    chains[batch] = (*chain, label)
-                else:
-                    yield QueuedOp(op, batch, chain + last if op.lane == "copy" else chain)
-                    chains[batch] = (label,)
-                if op.lane in ("compute", "copy"):
-                    last = (label,)
-
-        for t in range(steps + DELAY):
-            for phase, batch in period(t, epoch, steps):
-                if phase == "front":
-                    start = len(ended) - 1 - self.prefetch  # sampling begins after this period
-                    chains[batch] = (ended[start],) if start >= 0 else ()
-                    yield from queue(batch, "host")
-                yield from queue(batch, phase)
-            ended += last  # one label
+    for t in range(steps + DELAY):
+        for phase, batch in period(t, program.steps, steps):
+            if phase == "front":
+                start = len(ended) - 1 - program.lead  # sampling begins after this period
+                chains[batch] = (ended[start],) if start >= 0 else ()
+                yield from queue(batch, "host")
+            yield from queue(batch, phase)
+        ended += last  # one label
 
 
 def _columns_copied(problem: Problem, columns: range) -> float:

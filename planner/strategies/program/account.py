@@ -44,6 +44,7 @@ from gnnplan.planner.strategies.program.program import (
     Op,
     Program,
     ops_by_group,
+    queue,
 )
 from gnnplan.planner.vocabulary.numbers import Group, Number, largest, slowest, total
 from gnnplan.planner.vocabulary.schedule import Compute, Label
@@ -388,16 +389,12 @@ def machine_code(
         return 0.0
     if rows is None:
         rows = 1.5 * problem.stats.vertices / problem.ranks / pieces
-    works = []
-    for layer in layers or range(len(model.layers) + 1):
-        works += (
-            [model.layer_record(layer)]
-            if layer
-            else [model.encoder_record]
-            if model.encoder
-            else []
-        )
-        works += [model.decoder_record] if layer == len(model.layers) and model.decoder else []
+    layers = list(layers) or range(len(model.layers) + 1)
+    works = [model.layer_record(layer) for layer in layers if layer]
+    if model.encoder and 0 in layers:
+        works.append(model.encoder_record)
+    if model.decoder and len(model.layers) in layers:
+        works.append(model.decoder_record)
     products = [product for each in works for product in each.products]
     return code * shapes(products, model.itemsize, pieces, rows)
 
@@ -428,5 +425,5 @@ def _steps(program: Program) -> Iterator[Iterable[Op]]:
     if len(distinct) == 1:
         known = known[: 2 * program.in_flight + 1]
     last = len(known) + program.in_flight - 1
-    queue = program.order(lambda t: program.ops(known[t % len(known)]), len(known), last + 2)
-    yield (each.op for each in takewhile(lambda each: each.step < last, queue))
+    cycle = replace(program, at=lambda t: known[t % len(known)], steps=len(known))
+    yield (each.op for each in takewhile(lambda each: each.step < last, queue(cycle, last + 2)))

@@ -29,7 +29,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, reduce
-from itertools import groupby, pairwise, permutations
+from itertools import groupby, permutations
 from operator import or_
 from typing import NamedTuple
 
@@ -163,7 +163,6 @@ def bytes_of(
 FEW = 9  # steps that represent an epoch of equal steps: its begin, its middle and its end
 PATHS = 256  # number of orders of steps whose dependencies are kept
 LEAD = 2  # steps; a longer lead of the sampler changes no step's duration
-MANY = 200  # problems; from so many on, a loop over chunks is faster than `accumulate`
 Prices = Sequence[Price]  # of each kind of operation, by the kind's number
 
 
@@ -463,7 +462,7 @@ def _pass(run: Sequence[tuple[Op, Price]], start: Number, arrived: dict[Op, Numb
     ready = largest((arrived[receipt.sender] for receipt in receipts), start)
     by_chunk = np.atleast_2d(total(price.by_chunk for _, price in run))[:, :: run[0][0].over_chunks]
     each = np.ascontiguousarray(by_chunk.T)[..., None]  # [chunks, problems, 1]
-    ends = _through(ready, each, _running(np.add, each.copy()))
+    ends = _through(ready, each, np.add.accumulate(each))
     for op, price in run:
         if isinstance(op.work, Message):  # a link takes as long for each chunk
             number = np.arange(1, len(ends) + 1)[:, None, None]
@@ -481,16 +480,4 @@ def _through(ready: Number, each: Number, end: np.ndarray) -> np.ndarray:
 
         ends(k) = max_{j <= k} (ready(j) - begin(j)) + end(k)
     """
-    return np.asarray(_running(np.maximum, ready - (end - each)) + end)
-
-
-def _running(combine: np.ufunc, values: np.ndarray) -> np.ndarray:
-    """Combine each of `values` [chunks, problems, 1] with all values before it, in place.
-
-    NumPy's own `accumulate` loops over single numbers, which is slow for many problems.
-    """
-    if values[0].size < MANY:
-        return np.asarray(combine.accumulate(values, out=values))
-    for before, value in pairwise(values):
-        combine(before, value, out=value)
-    return values
+    return np.asarray(np.maximum.accumulate(ready - (end - each)) + end)

@@ -26,7 +26,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Se
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import groupby, islice, product
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -171,15 +171,10 @@ class QueuedOp(NamedTuple):
     chunk: int | None = None
 
 
-class Order(Protocol):
-    """A function that orders the operations of steps that overlap.
-
-    The order depends on the operations' names, not on the amounts of their work. So programs whose
-    operations have equal names have the same dependencies, which are found once (price.py).
-    """
-
-    def __call__(self, at: Callable[[int], Step], epoch: int, steps: int) -> Iterator[QueuedOp]:
-        """Yield the queue of the first `steps` steps; at(t): step t; epoch: steps per epoch."""
+# A function that orders the operations of a program's steps, the first so many, which overlap. The
+# order depends on the operations' names, not on the amounts of their work. So programs whose
+# operations have equal names have the same dependencies, which are found once (price.py).
+Order = Callable[["Program", int], Iterator[QueuedOp]]
 
 
 @dataclass(frozen=True)
@@ -270,7 +265,7 @@ def traffic(program: Program, ranks: int) -> list[RankMatrix]:
 def queue(program: Program, steps: int) -> Iterator[QueuedOp]:
     """Yield the operations of the first `steps` steps, in the order of every rank."""
     if program.order is not None:
-        yield from program.order(program.step, program.steps, steps)
+        yield from program.order(program, steps)
         return
     for step in range(steps):
         chunks = program.chunk_order(step)
