@@ -26,6 +26,7 @@ from gnnplan.executor.layers.blocks import dtype_of, features, weighted_block
 from gnnplan.executor.layers.copies import staging
 from gnnplan.executor.layers.kernels import (
     Block,
+    Shapes,
     backward,
     gradient_of,
     keep_until_used,
@@ -401,15 +402,16 @@ class Worker(base.Worker):
             "store": self._store,
         }
         tensors = _Loaded(NOTHING)
-        for label in (operation._replace(step=step) for operation in operations):
-            layer = label.layer or self.last
-            if label.chunk is None:
-                self._moments(label, layer)
-            elif label.op == "load":
-                tensors = _Loaded(NOTHING)  # frees the chunk before, ahead of the load
-                tensors = self._load_and_prefetch(label, layer, self.chunks[label.chunk])
-            else:
-                methods[label.op](label, layer, self.chunks[label.chunk], tensors)
+        with Shapes.varying(True):  # from chunk to chunk
+            for label in (operation._replace(step=step) for operation in operations):
+                layer = label.layer or self.last
+                if label.chunk is None:
+                    self._moments(label, layer)
+                elif label.op == "load":
+                    tensors = _Loaded(NOTHING)  # frees the chunk before, ahead of the load
+                    tensors = self._load_and_prefetch(label, layer, self.chunks[label.chunk])
+                else:
+                    methods[label.op](label, layer, self.chunks[label.chunk], tensors)
         self.last_store.result()
 
     def step(self, step: int) -> tuple[Tensor, Tensor]:

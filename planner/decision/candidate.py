@@ -334,8 +334,8 @@ def placed(problem: Problem, strategy: Strategy) -> Problem:
 
 # -- the memory or servers that would suffice ------------------------------------------------------
 
-# If nothing fits: --set device.memory=12.1GB would fit granndis or --set servers=4 (graph_parallel,
-# estimated)
+# If nothing fits: --set device.memory=12.1GB would fit granndis on 2 of 4 GPUs or --set servers=4
+# (graph_parallel, estimated)
 
 
 def _gigabytes(nbytes: float) -> float:
@@ -348,18 +348,19 @@ class Need(NamedTuple):
 
     device: float  # on the fullest rank
     server: float  # for graph data in the fullest server; 0 if that memory is not limited
-    name: str  # of the strategy
+    name: str  # of the strategy, and of the part of the GPUs
 
 
 def needs(problem: Problem, options: Iterable[Strategy]) -> Iterator[Need]:
     """Yield the needs of each option that suits the problem."""
-    limited = problem.cluster.graph_memory < np.inf
+    limited, gpus = problem.cluster.graph_memory < np.inf, problem.cluster.ranks
+    where = f" on {problem.ranks} of {gpus} GPUs" if problem.ranks < gpus else ""
     for option in options:
         with suppress(SpecError):
             strategy = option.settle(problem)
             strategy.check(problem)
             on_server = sum(strategy.on_fullest_server(problem).values()) if limited else 0.0
-            yield Need(strategy.most_memory(problem), on_server, str(strategy))
+            yield Need(strategy.most_memory(problem), on_server, f"{strategy}{where}")
 
 
 def least_needed(problem: Problem, options: Iterable[Strategy]) -> float | None:
@@ -372,12 +373,18 @@ def least_needed(problem: Problem, options: Iterable[Strategy]) -> float | None:
     return min(on_servers or [need.device for need in found], default=None)
 
 
-def smallest_change(problem: Problem, options: Callable[[Problem], Sequence[Strategy]]) -> str:
+def smallest_change(
+    problem: Problem,
+    options: Callable[[Problem], Sequence[Strategy]],
+    on_fewer: Iterable[Problem] = (),
+) -> str:
     """Return the memory per device or server, or the servers, with which an option would fit.
 
-    The number of servers is estimated from the graph's statistics.
+    on_fewer: the problem on parts of the GPUs, which may do with less memory. The number of servers
+    is estimated from the graph's statistics.
     """
-    words, found = [], list(needs(problem, options(problem)))
+    places = problem, *on_fewer
+    words, found = [], [need for part in places for need in needs(part, options(part))]
     room, server_room = problem.cluster.device.memory, problem.cluster.graph_memory
     if larger_gpu := [(need.device, need.name) for need in found if need.server <= server_room]:
         words.append(_enough("device.memory", larger_gpu))

@@ -71,10 +71,9 @@ class Search:
         if self.forced is not None:
             return SearchResult(problem, [self._evaluate_forced(problem, self.forced)], how=self)
         ranked, rejected = self._on_all(problem)
-        if self.may_use_fewer:
-            ranked += self._on_fewer(problem, ranked)
+        ranked += self._on_fewer(problem, ranked)
         if not ranked:
-            change = smallest_change(problem, self.options)
+            change = smallest_change(problem, self.options, self._fewer(problem))
             why = "".join(f"\n  {one_reason(name, reason)}" for name, reason in rejected)
             if len(rejected) > 1 and len({reason for _, reason in rejected}) == 1:
                 why = f" {rejected[0][1]}"  # common to all, so it is given once
@@ -141,20 +140,27 @@ class Search:
                 rejected.append((family.family, why))
         return ranked, rejected
 
+    def _fewer(self, problem: Problem) -> list[Problem]:
+        """Return the problem on each part of the GPUs that is evaluated.
+
+        Empty on CPUs: --ranks chooses the number of CPU ranks, which share the machine's cores.
+        """
+        if problem.on_cpu or not self.may_use_fewer:
+            return []
+        alone = self.objective.epochs_by_mode is not None
+        return [problem.placed(gpus) for gpus in parts(problem.cluster, sizes_alone=alone)]
+
     def _on_fewer(self, problem: Problem, on_all: Sequence[Candidate]) -> list[Candidate]:
         """Return the best candidate on each part of the GPUs that may beat the candidates `on_all`.
 
         The best exact candidate of a part is returned too if it is recommended, or if it is the
-        best of all exact candidates, with which lossy candidates are compared. Empty on CPUs:
-        --ranks chooses the number of CPU ranks, which share the machine's cores.
+        best of all exact candidates, with which lossy candidates are compared.
         """
         objective, found, exact_ones = self.objective, list[Candidate](), list[Candidate]()
-        if problem.on_cpu:
-            return found
-        for gpus in parts(problem.cluster, sizes_alone=objective.epochs_by_mode is not None):
-            smaller, waiting = problem.placed(gpus), list[Candidate]()
+        for smaller in self._fewer(problem):
+            waiting = list[Candidate]()
             for strategy in self.candidates(smaller):
-                where = f"on {len(gpus)} of {show_count(problem.ranks, 'GPU')}"
+                where = f"on {smaller.ranks} of {show_count(problem.ranks, 'GPU')}"
                 notify("evaluating candidates", f"{strategy} {where}")
                 with suppress(SpecError, Infeasible):
                     waiting.append(Candidate.of(placed(smaller, strategy), strategy, objective))

@@ -56,7 +56,7 @@ class Model:
     activates_last: bool = False  # norm and ReLU before the decoder
     resamples: bool = False  # every step has other edges (mini-batches)
     # Products are computed piece by piece, and pieces are copied into place. CPU ranks do so if
-    # shapes vary from step to step and oneDNN multiplies.
+    # shapes vary from step to step or from chunk to chunk, and oneDNN multiplies.
     in_pieces: bool = False
     # Products write gradients into their final buffers, and a sum of products accumulates there,
     # with ReLU as a separate operation (cuBLAS, MKL, and oneDNN for rounded rows). oneDNN for

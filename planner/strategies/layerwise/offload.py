@@ -35,8 +35,9 @@ On GPUs copies overlap with computation, except the first load and the last stor
     compute          |f 1 c0 .|f 1 c1 . . . . |f 1 c2|
 
 So a device has one layer of one chunk in memory, and on GPUs a second chunk that is being copied.
-The number of chunks is the least power of two that fits by estimates; if the counted partition does
-not fit, it is up to sixteen times as large. More chunks read more rows of each other.
+The number of chunks is the least power of two that fits by estimates, doubled while that shortens
+an epoch, since more copies overlap; if the counted partition does not fit, it is up to sixteen
+times as large. More chunks read more rows of each other.
 
 Exact, since no row is missing and none is stale.
 
@@ -58,7 +59,7 @@ once. See also executor/strategies/offload.py.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, product
@@ -75,6 +76,7 @@ from gnnplan.planner.gnn.model import (
     layer_memory,
     loss_memory,
 )
+from gnnplan.planner.gnn.trace import PIECES
 from gnnplan.planner.ownership.estimated import EstimatedLayout
 from gnnplan.planner.ownership.layout import LayerCounts
 from gnnplan.planner.problem.problem import AnyLayout, Problem
@@ -153,8 +155,8 @@ class Counts(ByContent):
 class ChunkLayer:
     """A layer on one chunk of every rank: bytes on the device [ranks] [B], work and memory."""
 
-    def __init__(self, problem: Problem, layer: int, n: Counts) -> None:
-        model, spec = problem.model, problem.model.layers[layer - 1]
+    def __init__(self, problem: Problem, model: Model, layer: int, n: Counts) -> None:
+        spec = model.layers[layer - 1]
         self.problem, self.model, self.layer, self.n = problem, model, layer, n
         self.sizes = n.rows, n.sources, n.edges
         self.row, self.is_last = spec.h_in * model.itemsize, layer == len(model.layers)
@@ -228,18 +230,23 @@ class ChunkedStep:
     """A step, or an evaluation, over the chunks of a layout, in which each chunk counts as a rank.
 
     parts: for each chunk of a rank, its layers 1 .. L; chunks with equal counts share them, since
-    estimated chunks differ by a vertex at most. distinct: the unlike ones.
+    estimated chunks differ by a vertex at most. distinct: the layers of each kind of chunk.
     """
 
     def __init__(self, problem: Problem, layout: AnyLayout, trains: bool = True) -> None:
-        self.problem, self.model, self.layout, self.trains = problem, problem.model, layout, trains
-        like = first_alike(map(layout.kind, range(1, len(self.model.layers) + 1)))
+        self.problem, self.layout, self.trains = problem, layout, trains
+        # chunks differ in size, for each of which oneDNN would compile code
+        in_pieces = problem.cluster.device.code_of(problem.model.itemsize) > 0
+        self.model = model = replace(problem.model, in_pieces=in_pieces)
+        like = first_alike(map(layout.kind, range(1, len(model.layers) + 1)))
         counts = {layer: _counts_by_chunk(problem, layout, layer) for layer in {*like.values()}}
         parts = dict[tuple[Counts, ...], list[ChunkLayer]]()
         self.parts = list[list[ChunkLayer]]()
         for each in zip(*(counts[layer] for layer in like.values()), strict=True):
             if each not in parts:
-                parts[each] = [ChunkLayer(problem, layer, n) for layer, n in enumerate(each, 1)]
+                parts[each] = [
+                    ChunkLayer(problem, model, layer, n) for layer, n in enumerate(each, 1)
+                ]
             self.parts.append(parts[each])
         self.distinct = list(parts.values())
         # whether copies of a chunk overlap with the computation of another chunk
@@ -347,13 +354,17 @@ def overlapped_order(program: Program, steps: int) -> Iterator[QueuedOp]:
 
 MOST_CHUNKS = 1024  # a limit, because a plan counts the rows that each chunk reads of each other
 TRIES = 5  # how many numbers of chunks are partitioned and counted, if estimates are too low
+# Chunks are doubled while an epoch takes at most this share of the time. On GPUs copies overlap
+# with the computation of other chunks, but more chunks read more rows of each other, and how many
+# more is an estimate.
+PAYS = 0.98
 
 
 @dataclass(frozen=True)
 class Offload(Strategy):
     """Full-graph training with vertex data in servers' memories.
 
-    chunks: number of chunks of each rank's part; None: as few as fit.
+    chunks: number of chunks of each rank's part; None: as few as fit, or more if that is faster.
     trim: leave out rows that no training vertex needs, as in graph parallelism.
     """
 
@@ -374,7 +385,7 @@ class Offload(Strategy):
     def candidates(cls, problem: Problem) -> Iterator[Strategy]:
         """Yield a variant only if graph parallelism does not fit; if it fits, it is faster."""
         if not cls.refused(problem) and not _fits_without(problem):
-            yield cls(trim=problem.needs_few_rows)
+            yield cls(trim=problem.needs_few_rows).settle(problem)
 
     def with_less_memory(self) -> Strategy | None:
         """Return the variant without `trim`, which has no separate edges for evaluation."""
@@ -424,25 +435,35 @@ class Offload(Strategy):
         ]
 
     def settle(self, problem: Problem) -> Self:
-        """Return the strategy with the least power of two of chunks that fits by estimates, or
-        needs least memory."""
+        """Return the strategy with the least power of two of chunks that fits by estimates, doubled
+        while that pays; or the power that needs least memory."""
         if self.chunks is not None or self.refused(problem):
             return self
 
-        def fewest() -> int:
+        def choose() -> int:
             def needed(chunks: int, on: Problem) -> float:
                 return replace(self, chunks=chunks).most_memory(on)
 
+            def epoch_s(chunks: int) -> float:
+                return float(replace(self, chunks=chunks).epoch_s(estimate))
+
             room, estimate = problem.cluster.device.memory, replace(problem, graph=None)
             powers = [1 << bit for bit in range(_most_chunks(problem).bit_length())]
-            first = next((i for i, n in enumerate(powers) if needed(n, estimate) <= room), None)
-            if first is None:
+            fit = (chunks for chunks in powers if needed(chunks, estimate) <= room)
+            if (chosen := next(fit, None)) is None:
                 return min(powers, key=lambda chunks: needed(chunks, estimate))
-            tries = powers[first : first + TRIES]
+            least_s = epoch_s(chosen)
+            for more in fit:
+                if (seconds := epoch_s(more)) > PAYS * least_s:
+                    break
+                chosen, least_s = more, seconds
+            tries = [chunks for chunks in powers if chunks >= chosen][:TRIES]
             return next((chunks for chunks in tries if needed(chunks, problem) <= room), tries[-1])
 
-        key = self, *_key(problem), problem.cluster.host_memory
-        return replace(self, chunks=problem.cache.get(key, fewest))
+        # everything that decides how much fits, and how long an epoch takes
+        question = problem.graph, problem.stats, problem.workload, problem.method, problem.placement
+        key = "chunks", self, *question, problem.cluster.model_dump_json()
+        return replace(self, chunks=problem.cache.get(key, choose))
 
     def check(self, problem: Problem) -> None:
         self.check_mode(problem)
@@ -504,7 +525,7 @@ class Offload(Strategy):
         cluster's `host_memory` counts as device memory.
         """
         step, elsewhere = self._step(problem), np.zeros(problem.ranks)
-        data, code = {"copies": step.copy_buffers()}, machine_code(problem, len(step.parts))
+        data, code = {"copies": step.copy_buffers()}, machine_code(problem, PIECES)
         if self.trim:
             whole = self._step(problem, evaluates=True)
             elsewhere = fullest(problem, whole.fullest_program()) + whole.copy_buffers() + code
@@ -545,19 +566,13 @@ def _least(problem: Problem) -> GraphParallel:
 def _fits_without(problem: Problem) -> bool:
     """Return whether graph parallelism fits on all GPUs with least memory, or cannot be used."""
     everyone = problem.placed(tuple(range(problem.cluster.ranks)))
-    least = _least(everyone)
+    least, device = _least(everyone), problem.cluster.device
+    room = device.memory, device.kind, device.code_of(problem.model.itemsize)
+    question = problem.graph, problem.stats, problem.workload, problem.method, everyone.servers
     return problem.cache.get(
-        ("fits without offload", *_key(everyone)),
+        ("fits without offload", *question, *room),
         lambda: not least.suits(everyone) or least.fits(everyone),
     )
-
-
-def _key(problem: Problem) -> tuple[Hashable, ...]:
-    """Return a key of all properties of a problem that decide whether a strategy fits."""
-    device = problem.cluster.device
-    room = device.memory, device.kind, device.code_of(problem.model.itemsize)
-    ranks = problem.graph, problem.stats, problem.workload, problem.method, problem.servers
-    return *ranks, *room
 
 
 def _most_chunks(problem: Problem) -> int:
