@@ -76,13 +76,13 @@ class BatchNorm(nn.Module):
         mean, square = sums / count
         variance = (square - mean * mean).clamp_(min=0.0)
         moments = torch.stack([self.shift + mean, variance])
-        self.keep(mean, variance * (count / max(count - 1, 1)))
+        self.keep(mean, variance, count)
         return moments
 
-    def keep(self, mean: Tensor, variance: Tensor) -> None:
-        """Update the running moments; mean is relative to `shift`."""
+    def keep(self, mean: Tensor, variance: Tensor, count: int) -> None:
+        """Update the running moments by those of `count` rows; mean is relative to `shift`."""
         self.running_mean += self.momentum * mean
-        self.running_var.lerp_(variance, self.momentum)
+        self.running_var.lerp_(variance * (count / max(count - 1, 1)), self.momentum)
 
     def forward(self, x: Tensor, moments: Tensor | None) -> Tensor:
         """Normalise x [S, H] by the moments; None (evaluation): by the running moments."""

@@ -65,7 +65,14 @@ from gnnplan.executor.modules.record import (
     live_nodes,
     masks_of,
 )
-from gnnplan.executor.modules.rewrite import is_batch_norm, merge_equal_calls, norm_arguments
+from gnnplan.executor.modules.rewrite import (
+    edge_scale,
+    edge_sums,
+    is_batch_norm,
+    merge_equal_calls,
+    norm_arguments,
+    norm_edges,
+)
 
 # the edges that a layer receives as a Block, and how many vertices these edges lead to
 BLOCK = Node(None, name="block", kind=STRUCTURE)
@@ -189,7 +196,10 @@ class Cutter:
         else:
             if {*node.reads} & self.learned or {*node.tensor_names} & self.trained:
                 self.learned.add(node)
-            if STRUCTURE in kinds and (node in self.learned or node.drops):
+            if STRUCTURE in kinds and is_batch_norm(node):
+                of_rows = self._is_field(node.reads[0])
+                self._row_by_row(node) if of_rows else self._through_edges(node)
+            elif STRUCTURE in kinds and (node in self.learned or node.drops):
                 node.kind, node.piece = INNER, GATHER  # other numbers in every step
             elif STRUCTURE in kinds or (FREE in kinds and not self._has_equal_rows(node)):
                 node.kind = STRUCTURE
@@ -276,18 +286,12 @@ class Cutter:
         ) and self._has_rows(node)
 
     def _row_by_row(self, node: Node) -> None:
-        piece = max(read.piece for read in node.reads if read.kind in OWN)
+        piece = max((read.piece for read in node.reads if read.kind in OWN), default=0)
         structure = [read for read in node.reads if read.kind == STRUCTURE]
         node.replace_reads({read: self._as_rows(read, piece) for read in structure})
         node.kind = ROWS
         if is_batch_norm(node):  # it begins a layer, but not the first one
-            if norm_arguments(node)["running_mean"] is None:
-                raise Unfit(
-                    "a batch norm without running averages has no moments in evaluation; use"
-                    " track_running_stats=True"
-                )
-            if node.value.ndim != 2 or node.value.shape[0] != self.n:
-                raise Unfit(f"batch norm of {list(node.value.shape)}; flatten its rows")
+            self._must_be_normed_by_columns(node, node.value.shape[0] == self.n)
             piece += 3 if piece % 3 == PREPARE else 2
         elif not self._has_rows(node) and self._is_vertex_by_vertex(node):
             node.kind = CHOSEN
@@ -387,7 +391,7 @@ class Cutter:
 
     def _through_edges(self, node: Node) -> None:
         if is_batch_norm(node):
-            raise Unfit("batch norm of edges; normalise rows of vertices instead")
+            self._norm_edges(node)
         node.piece = GATHER
         for read in node.reads:
             piece = read.piece if read.kind in (ROWS, INNER) else 0
@@ -397,6 +401,34 @@ class Cutter:
                 piece += 3  # gathered rows of neighbours must be exchanged first
             node.piece = max(node.piece, piece)
         node.kind = ROWS if self._has_rows(node) else INNER
+
+    @staticmethod
+    def _must_be_normed_by_columns(node: Node, has_rows: bool) -> None:
+        if norm_arguments(node)["running_mean"] is None:
+            raise Unfit(
+                "a batch norm without running averages has no moments in evaluation; use"
+                " track_running_stats=True"
+            )
+        if node.value.ndim != 2 or not has_rows:
+            raise Unfit(f"batch norm of {list(node.value.shape)}; flatten its rows")
+
+    def _norm_edges(self, node: Node) -> None:
+        """Let a batch norm of edges read rows of vertices, which another batch norm makes of the
+        sums over the edges into each vertex."""
+        given, edges, end = node.reads[0], self.edge_set_of(node), self.recorded.reader
+        self._must_be_normed_by_columns(node, edges is not None)
+        arguments = norm_arguments(node)
+        sums = replace(node, call=edge_sums, args=(given, edges, end, self.vertices), kwargs={})
+        scale = replace(node, call=edge_scale, args=(sums,), kwargs=arguments)
+        del arguments["input"]
+        for new, index in ((sums, 0.2), (scale, 0.1)):
+            new.kind, new.index, self.order[new] = ROWS, node.index - index, self.order[node]
+        width = 2 * node.value.shape[1]
+        sums.value, scale.value = (node.value.new_ones(self.n, w) for w in (width + 1, width))
+        sums.piece = max(given.piece, GATHER)
+        scale.piece = sums.piece + 2
+        node.call, node.kwargs = norm_edges, {}
+        node.args = (given, scale, edges, end, arguments["bias"])
 
     def _reads_own(self, node: Node, read: Node) -> bool:
         """Whether the value of an edge, or vertex, depends on the row of its destination alone."""

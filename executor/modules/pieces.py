@@ -29,7 +29,12 @@ from gnnplan.executor.modules.cut import (
 )
 from gnnplan.executor.modules.evaluate import Place, Values, grouped, storages
 from gnnplan.executor.modules.record import FIXED, Named, Node, tensors_of
-from gnnplan.executor.modules.rewrite import is_batch_norm, norm_arguments
+from gnnplan.executor.modules.rewrite import (
+    edge_moments,
+    edge_scale,
+    is_batch_norm,
+    norm_arguments,
+)
 from gnnplan.executor.modules.structure import Structure, edge_index_of
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.gnn.workload import Workload
@@ -179,19 +184,26 @@ class PackedNorm(BatchNorm):
 
     @property
     def shift(self) -> Tensor:
-        """Running means [W]; zero for columns without a batch norm."""
-        means = [(columns, norm["running_mean"]) for _, columns, norm in self.norms_of(self.piece)]
-        shift: Tensor = means[0][1].new_zeros(sum(map(width_of, self.piece.inputs)))
-        for columns, mean in means:
-            shift[columns] = mean
+        """Running means [W]; zero for columns without a batch norm, and for sums over edges."""
+        norms = [*self.norms_of(self.piece)]
+        mean: Tensor = norms[0][2]["running_mean"]
+        shift = mean.new_zeros(sum(map(width_of, self.piece.inputs)))
+        for node, columns, norm in norms:
+            if node.call is not edge_scale:
+                shift[columns] = norm["running_mean"]
         return shift
 
-    def keep(self, mean: Tensor, variance: Tensor) -> None:
+    def keep(self, mean: Tensor, variance: Tensor, count: int) -> None:
         shift = self.shift  # of the last of several norms of the same rows
-        for _, columns, norm in self.norms_of(self.piece):
-            gap = mean[columns] + (shift[columns] - norm["running_mean"])
-            norm["running_mean"].add_(gap, alpha=norm["momentum"])
-            norm["running_var"].lerp_(variance[columns], norm["momentum"])
+        for node, columns, norm in self.norms_of(self.piece):
+            own_mean, own_variance = mean[columns] + shift[columns], variance[columns]
+            rows = own_mean.new_full((), count)
+            if node.call is edge_scale:
+                own_mean, own_variance, edges = edge_moments(own_mean)
+                rows *= edges
+            norm["running_mean"].lerp_(own_mean, norm["momentum"])
+            unbiased = own_variance * (rows / (rows - 1.0).clamp(min=1.0))
+            norm["running_var"].lerp_(unbiased, norm["momentum"])
 
     def normed(self, piece: Piece, values: Values, moments: Tensor | None) -> Values:
         """Return the values of a piece's batch norms; moments [2, W]; None: the running ones."""
@@ -199,6 +211,12 @@ class PackedNorm(BatchNorm):
         for node, columns, norm in self.norms_of(piece):
             running = norm["running_mean"], norm["running_var"]
             mean, variance = running if moments is None else moments[:, columns]
+            if node.call is edge_scale:
+                if moments is not None:
+                    mean, variance, _ = edge_moments(mean)
+                rows = values[node.reads[0]]
+                found[node] = edge_scale(rows, mean, variance, norm["weight"], norm["eps"])
+                continue
             scale = (variance + norm["eps"]).rsqrt()
             if norm["weight"] is not None:
                 scale = norm["weight"] * scale

@@ -63,7 +63,13 @@ from gnnplan.executor.modules.record import (
     record,
     replaced,
 )
-from gnnplan.executor.modules.rewrite import flip, freeze_norms, rewritten, sums_at
+from gnnplan.executor.modules.rewrite import (
+    flip,
+    freeze_norms,
+    is_batch_norm,
+    rewritten,
+    sums_at,
+)
 from gnnplan.executor.modules.structure import OF_TURNED, Structure
 from gnnplan.planner.graph.graph import CsrEdges
 
@@ -386,6 +392,12 @@ def _suspected(pieces: Pieces, small: Small, is_training: bool) -> str:
                 f"{node.place}{node.what} makes a gradient of its own, which must be linear: each"
                 " rank that reads a row has a part of its gradient, and none of all rows'; leave"
                 " out what clips or norms gradients (--set clip=.. clips those of all parameters)"
+            )
+    for node in {*pieces.training.recorded.nodes}.difference(pieces.training.live):
+        if is_training and is_batch_norm(node):
+            return (
+                f"{node.place}no row of the output is made of this batch norm's, and ranks keep no"
+                " running averages of them; leave it out there, as in a last layer"
             )
     return ""
 

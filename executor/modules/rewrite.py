@@ -6,6 +6,8 @@
                        torch.cat([row, loops]), become edge sets
     read_both_ways     turned edges of an undirected graph become its edges
     freeze_norms       batch norms by running moments become row-wise
+    edge_sums, edge_moments, edge_scale, norm_edges
+                       the calls that replace a batch norm of edges
 
 What follows a recording knows edges as one tensor [2, E]. A part of the graph has the edges into
 its vertices. If the graph is undirected, these are also the edges from its vertices."""
@@ -244,8 +246,42 @@ def read_both_ways(recorded: Recorded) -> Recorded:
 
 
 def is_batch_norm(node: Node) -> bool:
-    """Whether a call normalises by moments of all rows."""
-    return node.call is F.batch_norm
+    """Whether a call needs moments of all rows."""
+    return node.call in (F.batch_norm, edge_scale)
+
+
+def edge_sums(rows: Tensor, edges: Tensor, end: int, vertices: int) -> Tensor:
+    """Return for each vertex the sums, over edges that end there, of rows [E, H], their squares,
+    and 1: [N, 2 H + 1]. A batch norm of edges follows from the means of these over all vertices."""
+    each = torch.cat([rows, rows.square(), rows.new_ones(len(rows), 1)], 1)
+    return each.new_zeros(vertices, each.shape[1]).index_add(0, edges[end], each)
+
+
+def edge_moments(means: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return mean [H] and variance [H] of all edges' rows, and the number of edges per vertex.
+
+    means [2 H + 1]: of edge_sums, over all vertices."""
+    width = len(means) // 2
+    mean, square = means[: 2 * width].view(2, width) / means[-1]
+    return mean, (square - mean * mean).clamp(min=0.0), means[-1]
+
+
+def edge_scale(
+    sums: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    """Return a batch norm's mean and scale of edges, side by side for each vertex [N, 2 H]."""
+    scale = (variance + eps).rsqrt()
+    scale = scale if weight is None else weight * scale
+    return torch.cat([mean, scale]).expand(len(sums), -1)
+
+
+def norm_edges(
+    rows: Tensor, scales: Tensor, edges: Tensor, end: int, bias: Tensor | None
+) -> Tensor:
+    """Normalise rows of edges [E, H], by the rows of edge_scale of the vertices where they end."""
+    mean, scale = scales[edges[end]].chunk(2, 1)
+    out = (rows - mean) * scale
+    return out if bias is None else out + bias
 
 
 def freeze_norms(nodes: Iterable[Node], is_training: bool, frozen: set[Any]) -> None:

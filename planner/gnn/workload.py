@@ -113,6 +113,7 @@ class Module(Spec):
     vertex_fields: tuple[tuple[str, tuple[int, ...], str, int], ...] = ()
     edge_fields: tuple[tuple[str, tuple[int, ...], str, int], ...] = ()
     ends: bool = False  # cut modules: batch norm, and perhaps more, follows the last layer
+    norms_edges: bool = False  # cut modules: a batch norm of rows of edges
 
 
 class Workload(Fields):

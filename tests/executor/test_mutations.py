@@ -251,7 +251,7 @@ IN_FORWARD = r"""
     a warning | carried by day | import warnings ;; with warnings.catch_warnings(): ;;     warnings.simplefilter("ignore") ;;     warnings.warn("sparse matrices are in beta") ;; h = h ** 2
 """
 # what is done to the module after it was made
-WHEN_MADE = """
+WHEN_MADE = r"""
     another message | either | self.a.message = lambda x_j, edge_weight: x_j * 2
     a hook after | either | self.a.register_forward_hook(lambda m, i, o: o * 2)
     a hook before | either | self.a.register_forward_pre_hook(lambda m, i: (i[0] * 2, *i[1:]))
@@ -269,7 +269,8 @@ WHEN_MADE = """
     always in training | refused | self.norm.train = lambda mode=True: self.norm
     medians, which PyG lacks of nobody | index out of range | self.a = SAGEConv(in_channels, 8, aggr='median')
     an LSTM of neighbours | numbered in reverse | self.a = SAGEConv(in_channels, 8, aggr='lstm')
-    a norm of edges | batch norm of edges | self.a = EdgeConv(nn.Sequential(nn.Linear(24, 8), nn.BatchNorm1d(8)))
+    a norm of edges | carried by day | self.a = EdgeConv(nn.Sequential(nn.Linear(24, 8), nn.BatchNorm1d(8)))
+    a norm of heads of edges | batch norm of \[\d+, 2, 4\]; flatten its rows | self.a = EdgeConv(nn.Sequential(nn.Linear(24, 8), nn.Unflatten(1, (2, 4)), nn.BatchNorm1d(2), nn.Flatten()))
     a norm of the batch | track_running_stats=True | self.norm = BatchNorm(8, track_running_stats=False)
     a norm of cumulative momentum | asks for the numbers in a tensor | self.norm = nn.BatchNorm1d(8, momentum=None)
     a norm of the instance | looks at all vertices | self.norm = InstanceNorm(8)

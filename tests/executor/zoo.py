@@ -274,6 +274,22 @@ class GatesOfEdges(nn.Module):
         return self.lin2(self.conv(x, edge_index))
 
 
+@needs("edge_attr")
+class NormedEdges(nn.Module):
+    """Batch norms of rows of edges, of fields alone, and twice in an MLP; one of vertices between."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.of_fields = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, in_channels))
+        self.gine = pyg.GINEConv(nn.Linear(in_channels, 8))
+        self.edge_conv = pyg.EdgeConv(pyg.MLP([16, 6, 6, 8], plain_last=True), aggr="mean")
+        self.norm, self.last = pyg.BatchNorm(8), nn.Linear(8, out_channels)
+
+    def forward(self, x, edge_index, edge_attr):
+        h = self.norm(self.gine(x, edge_index, self.of_fields(edge_attr))).relu()
+        return self.last(self.edge_conv(h, edge_index).relu())
+
+
 @needs()
 class ScatterInForward(nn.Module):
     """Means of neighbours by index_add, scatter_add and PyG's scatter."""

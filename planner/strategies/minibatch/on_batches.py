@@ -138,6 +138,11 @@ class OnBatches(Strategy):
         self.check_mode(problem)
         without = "use another graph" if problem.workload.task == "link" else "use --mode full"
         check_batches(problem.workload, problem.stats, problem.ranks, without)
+        if problem.workload.module and problem.workload.module.norms_edges:
+            raise SpecError(
+                f"{self.name}: a batch norm of edges takes moments of all edges, and each layer of"
+                " a batch has edges of its own; use --mode full, or norm rows of vertices instead"
+            )
         self._check_places(problem)
 
     def _check_places(self, problem: Problem) -> None:
