@@ -439,7 +439,8 @@ class Replay:
         self.clock = worker.clock = torch.zeros((), dtype=torch.int64, device=device)
         try:
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
+            # other threads may wait for their streams meanwhile: a checkpoint's does
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
                 self.results = step()
         finally:
             worker.clock = None  # a step that is not replayed gets its number from the host

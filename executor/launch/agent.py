@@ -24,7 +24,6 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SubprocessContext
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
-from torch.distributed.launcher.api import LaunchConfig
 
 from gnnplan.executor.launch.emulation import INTERFACES, PORT, Server
 from gnnplan.executor.launch.failure import REMEDY, Failure, account, blame
@@ -238,8 +237,6 @@ def run(
         if name.startswith("torch.distributed.elastic"):
             # these loggers do not inherit a level; our own message reports the failure
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    # torch's default: bind a rank to the cores near its GPU
-    numa = LaunchConfig(1, 1, len(places), NO_LOGS).numa_options
     spec = WorkerSpec(
         "rank",
         len(places),
@@ -251,7 +248,6 @@ def run(
         master_addr=address or None,
         master_port=PORT if address else None,
         local_addr=LOOPBACK,
-        numa_options=numa,
     )
     try:
         os.environ[HANDLED] = ""  # the launcher handles signals, torch does not

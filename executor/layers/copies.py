@@ -39,8 +39,7 @@ class Staging:
         ]
         self.copied = [self.module.Event() for _ in self.buffers]
         self.lock = Lock()
-        sharing = max(torch.cuda.device_count(), 1)
-        self.threads = max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // sharing))
+        self.threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
         self.pool = ThreadPoolExecutor(self.threads, thread_name_prefix="copies")
 
     def load(self, into: Tensor, dtype: torch.dtype, gather: Work) -> None:

@@ -6,7 +6,9 @@ where a step waits, and how many kernels it is made of; times they cannot see.
 
 A launch is an operation of torch that computes something. Views and allocations launch nothing; a
 few operations of torch are several kernels (`SEVERAL`), and the product's own kernels are one
-(`OURS`). Autograd's operations are counted like others."""
+(`OURS`). Autograd's operations are counted like others.
+
+A CUDA graph is captured and replayed (`Graph`)."""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -69,6 +71,7 @@ class Device:
         self.may_wait = True
         # storages by address of their C++ object: whether it lives, its bytes, and who made it
         self.storages: dict[int, tuple[StorageWeakRef, int, str]] = {}
+        self.graph: Graph | None = None  # that is being captured
         self.most = 0  # bytes that ever lived at once
         self.at_most = collections.Counter[str]()  # then, by who made them
 
@@ -103,6 +106,8 @@ class Device:
     @_alone
     def wait(self, why: str) -> None:
         """The host waits for all that it has asked for. Raises AssertionError if it may not."""
+        if self.graph is not None:
+            self.graph.must_not(why)
         assert self.may_wait, f"the host waits for the device: {why}"
         self.counts["waits"] += 1
         self.operations[f"wait: {why}"] += 1
@@ -110,6 +115,8 @@ class Device:
     @_alone
     def copy(self, host: Tensor, in_background: bool, what: str) -> None:
         """Numbers cross between host and device."""
+        if self.graph is not None:
+            self.graph.must_not(what)
         if host.numel():
             self.counts["copies"] += 1
             self.counts["bytes"] += host.nbytes
@@ -124,6 +131,49 @@ class Device:
             yield
         finally:
             self.may_wait = True
+
+
+class Graph:
+    """A CUDA graph. A replay computes again, into the same tensors, what was launched in `capture`.
+
+    CUDA computes nothing while it captures. Here numbers are computed, and put back at the end."""
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[Callable[[], Any], Any]] = []  # functions, and their results
+        self.before: dict[int, tuple[Any, Any]] = {}  # changed storages, and what they held
+        self.thread, self.mode, self.refused = 0, "", ""
+
+    @contextlib.contextmanager
+    def capture(self, capture_error_mode: str = "global") -> Iterator[None]:
+        self.thread, self.mode = threading.get_ident(), capture_error_mode
+        DEVICE.graph = self
+        try:
+            yield
+        finally:
+            DEVICE.graph = None
+            for storage, numbers in self.before.values():
+                storage.copy_(numbers)
+        if self.refused:
+            raise RuntimeError(f"operation failed due to a previous error: {self.refused}")
+
+    def must_not(self, what: str) -> None:
+        """Refuse a wait or a copy in the capturing thread; in mode 'global' in any thread."""
+        if self.mode == "global" or threading.get_ident() == self.thread:
+            self.refused = f"operation not permitted when stream is capturing ({what})"
+            raise RuntimeError(self.refused)
+
+    def keep(self, tensors: Iterable[Any]) -> None:
+        """Keep what tensors hold before an operation changes them."""
+        for storage in (t.host.untyped_storage() for t in tensors if isinstance(t, OnDevice)):
+            if storage._cdata not in self.before:
+                self.before[storage._cdata] = storage, storage.clone()
+
+    def replay(self) -> None:
+        for compute, results in self.launched:
+            before, after = (tree_flatten(each)[0] for each in (results, compute()))
+            for result, fresh in zip(before, after, strict=True):
+                if isinstance(result, Tensor) and fresh is not result:
+                    result.copy_(fresh)
 
 
 PINNED: dict[int, Any] = {}  # storages in page-locked memory, by address
@@ -201,9 +251,10 @@ class OnDevice(Tensor):
             kwargs["device"] = None
         if func is torch.ops.aten.mm.dtype:  # CPUs have no such product
             func, args = torch.ops.aten.mm.default, [a.host.to(args[2]) for a in args[:2]]
-        out = func(
-            *tree_map_only(OnDevice, _host, args), **tree_map_only(OnDevice, _host, kwargs or {})
-        )
+        if (graph := DEVICE.graph) is not None and func._schema.is_mutable:
+            graph.keep(flat)
+        on_host = tree_map_only(OnDevice, _host, (tuple(args), kwargs or {}))
+        out = func(*on_host[0], **on_host[1])
         made = [t for t in tree_flatten(out)[0] if isinstance(t, Tensor) and t.numel()]
         is_view = (
             not func._schema.is_mutable
@@ -212,6 +263,8 @@ class OnDevice(Tensor):
         )
         if not (is_view or name in ALLOCATE) and (made or func._schema.is_mutable):
             DEVICE.launch(name, SEVERAL.get(name, 1))
+            if graph is not None:
+                graph.launched.append((lambda: func(*on_host[0], **on_host[1]), out))
         if name == "sum" and args[0].dim() > 1 and list(args[1:2]) == [[0]]:
             rows, sums = len(args[0]), out if isinstance(out, Tensor) else out[0]
             OnDevice(torch.empty(int(summing(rows, sums.numel(), sums.itemsize)), dtype=torch.int8))
@@ -244,7 +297,8 @@ def _made_by(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def make(*args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> Tensor:
         if _is_cuda(device):
             needs_gradient = kwargs.pop("requires_grad", False)
-            out = factory(*args, **kwargs)
+            make_it = functools.partial(factory, *args, **kwargs)
+            out = make_it() if factory.__name__ == "empty" else _again(make_it)
             if factory.__name__ == "tensor":
                 DEVICE.copy(out, False, "torch.tensor")
             elif factory.__name__ != "empty" and out.numel():
@@ -364,7 +418,7 @@ class _Kernel(torch.autograd.Function):
     def forward(ctx: Any, name: str, *args: Any) -> Tensor:
         of_host, launches, ctx.launches = OURS[name]
         assert all(isinstance(arg, OnDevice) for arg in args if isinstance(arg, Tensor)), name
-        out = OnDevice(of_host(*map(_on_host, args)), name)
+        out = OnDevice(_again(lambda: of_host(*map(_on_host, args))), name)
         ctx.name, ctx.numbers = name, [None if isinstance(a, Tensor) else a for a in args]
         ctx.saved = [a if isinstance(a, Tensor) else None for a in args]
         if name == "dropout":
@@ -379,30 +433,41 @@ class _Kernel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         DEVICE.launch(f"{ctx.name} backward", ctx.launches)
-        if ctx.name == "dropout":
-            dropped = OURS[ctx.name][0](grad.host, *map(_on_host, ctx.saved[1:2]), *ctx.numbers[2:])
-            return None, OnDevice(dropped, "dropout backward"), *[None] * (len(ctx.saved) - 1)
+        function = OURS[ctx.name][0]
         args = [n if s is None else s for s, n in zip(ctx.saved, ctx.numbers, strict=True)]
-        ctx.saved = ctx.totals = None  # as autograd lets go of what was saved
-        block = next(arg for arg in args if isinstance(arg, Block))
-        with torch.enable_grad():
-            leaves = [
-                _on_host(arg).detach().requires_grad_(needed) if isinstance(arg, Tensor) else None
-                for arg, needed in zip(args, ctx.needs_input_grad[1:], strict=True)
-            ]
-            both = zip(args, leaves, strict=True)
-            out = OURS[ctx.name][0](*(_on_host(a) if leaf is None else leaf for a, leaf in both))
-        needed = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
-        made = torch.autograd.grad(out, needed, grad.host)
+        needed = ctx.needs_input_grad[1:]
+        if ctx.name == "dropout":
+            made = _again(lambda: [function(grad.host, *map(_on_host, args[1:]))])
+        else:
+            ctx.saved = ctx.totals = None  # as autograd lets go of what was saved
+            block = next(arg for arg in args if isinstance(arg, Block))
+
+            def of_leaves() -> Sequence[Tensor]:
+                given = [
+                    arg.detach().requires_grad_(n) if isinstance(arg, Tensor) else arg
+                    for arg, n in zip(map(_on_host, args), needed, strict=True)
+                ]
+                leaves = [leaf for leaf, n in zip(given, needed, strict=True) if n]
+                with torch.enable_grad():
+                    return torch.autograd.grad(function(*given), leaves, grad.host)
+
+            made = _again(of_leaves)
         gradients = iter([OnDevice(each, f"{ctx.name} backward") for each in made])
-        beside = (
-            OnDevice(torch.empty_like(grad.host), "inner"),
-            _wide(grad, block.edges * _heads(ctx.name, args)),
-        )
-        del beside
-        return None, *(
-            next(gradients) if leaf is not None and leaf.requires_grad else None for leaf in leaves
-        )
+        if ctx.name != "dropout":
+            beside = (
+                OnDevice(torch.empty_like(grad.host), "inner"),
+                _wide(grad, block.edges * _heads(ctx.name, args)),
+            )
+            del beside
+        return None, *(next(gradients) if each else None for each in needed)
+
+
+def _again(compute: Callable[[], T]) -> T:
+    """Compute something, and again in each replay of the graph that is being captured."""
+    results = compute()
+    if DEVICE.graph is not None:
+        DEVICE.graph.launched.append((compute, results))
+    return results
 
 
 def _heads(name: str, args: Any) -> int:
@@ -439,6 +504,9 @@ def pretend_device(monkeypatch):
         "Event": Event,
         "current_stream": Stream,
         "stream": contextlib.nullcontext,
+        "CUDAGraph": Graph,
+        "graph": lambda graph, **how: graph.capture(**how),
+        "get_device_properties": lambda device: SimpleNamespace(total_memory=1 << 40),
         "synchronize": lambda device=None: DEVICE.wait("synchronize"),
         "set_device": lambda device: None,
         "set_stream": lambda stream: None,

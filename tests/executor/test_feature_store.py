@@ -339,6 +339,13 @@ def test_scattered_rows_come_and_go_through_two_buffers(late, rows, dtype):
     assert kept.equal(expected)
 
 
+def test_a_rank_gathers_rows_on_all_of_its_cores(monkeypatch):
+    """A launcher gives each rank its own cores, which were divided by the number of GPUs again."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {4, 5, 6, 7})
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert Staging(CPU, size=8).threads == 4
+
+
 @pytest.mark.parametrize("model", ["sage", "gcn", "sgc"])
 def test_chunks_whose_copies_go_beside_computation(model):
     """The same numbers, and the order that is planned for GPUs."""

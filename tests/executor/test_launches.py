@@ -1,21 +1,24 @@
 """What one rank asks of a GPU in a step: no wait, few copies and so many launches, counted on a
-device that does not exist (pretend_device.py). The losses are those of a CPU. And sampling from
-tensors draws what the planner's numpy does."""
+device that does not exist (pretend_device.py). The losses are those of a CPU, also of steps that
+are replayed as a CUDA graph. And sampling from tensors draws what the planner's numpy does."""
 
 import re
 from collections import Counter
 from collections.abc import Hashable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from asked import on
+from calls import rows_of
 from hypothesis import given
 from hypothesis import strategies as st
 from nightly import covered, every
@@ -26,8 +29,10 @@ from gnnplan.executor.layers.kernels import sent
 from gnnplan.executor.minibatch import device_sampling as sampling
 from gnnplan.executor.minibatch import sampler
 from gnnplan.executor.minibatch.sampler import Sampler, drawing_device
+from gnnplan.executor.ranks.checkpoint import Checkpoints, question
 from gnnplan.executor.ranks.learner import Learner
 from gnnplan.executor.ranks.rank import Rank
+from gnnplan.executor.strategies import layerwise
 from gnnplan.planner.cluster import spec
 from gnnplan.planner.evidence.validate import first_order_difference
 from gnnplan.planner.graph import sampling as planned
@@ -240,6 +245,57 @@ def test_offload_waits_for_its_copies_alone(run_ranks, graphs, train_there, mode
     case = case_of("offload(chunks=3)", model, graphs["rough"])
     alone = run_ranks.alone(case)
     assert train_there(case, may_wait=True)[0].losses == pytest.approx(alone.losses, rel=1e-5)
+
+
+# strategies whose single rank replays its steps
+REPLAYED = [
+    s for s in LAUNCHES if s.split("(")[0] in ("graph_parallel", "bns", "pipegcn", "granndis")
+]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "model"),
+    covered(
+        [(s, m) for s in REPLAYED for m, most in zip(MODELS, LAUNCHES[s], strict=True) if most], set
+    ),
+)
+def test_replayed_steps_train_as_others(
+    run_ranks, graphs, pretend_device, tmp_path, monkeypatch, strategy, model
+):
+    """From the sixth epoch on a step is a CUDA graph: what the host gives it is the captured step's,
+    but for its number, which dropout reads on the device. Epochs are evaluated and kept between."""
+    monkeypatch.setattr(layerwise, "triton_kernels", lambda: True)
+    norm = {"norm": "batch"} if (strategy, model) == ("graph_parallel", "sage") else {"clip": 0.5}
+    case = case_of(strategy, model, graphs["rough"], dtype="float64", **norm)
+    case = replace(case, epochs=9)
+    problem = case.problem(1)
+    settled = case.settled(problem)
+    checkpoints = Checkpoints(tmp_path, 0, 1, question(problem, settled))
+    rank = Rank(0, 1, CUDA, "nccl")
+    train.train(rank, problem, settled, tmp_path, 9, eval_every=2, checkpoints=checkpoints)
+    rank.close()
+    rows = rows_of(tmp_path)
+    assert [row.get("replayed", False) for row in rows] == [False] * 5 + [True] * 4
+    losses = pytest.approx(run_ranks.alone(case).losses, rel=1e-9)
+    assert [row["loss"] for row in rows] == losses
+
+
+def test_other_threads_may_wait_while_a_step_is_captured(pretend_device):
+    """A checkpoint's thread waits for its stream once the file is on disk: a step that was captured
+    meanwhile ended the run. The step itself may not wait."""
+    rows = torch.arange(4.0, device=CUDA)
+
+    def step() -> tuple[OnDevice, OnDevice]:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(torch.cuda.current_stream().synchronize).result()
+        return rows.sum(), rows.add_(1.0)
+
+    replay = train.Replay(SimpleNamespace(clock=None), step, CUDA)
+    assert rows.tolist() == [0, 1, 2, 3]
+    assert [replay(number)[0].tolist() for number in range(2)] == [6, 10]
+    assert rows.tolist() == [2, 3, 4, 5]
+    with pytest.raises(RuntimeError, match="when stream is capturing"):
+        train.Replay(SimpleNamespace(clock=None), lambda: float(rows.sum()), CUDA)
 
 
 def test_devices_do_not_mix(pretend_device):
