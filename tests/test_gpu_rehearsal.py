@@ -236,7 +236,7 @@ def test_an_error_of_a_reference_comes_back_from_its_process(gpu, tmp_path, monk
         raise Odd("no such field", code=1)
 
     monkeypatch.setattr(training, "_reference", fail)
-    with pytest.raises(RuntimeError, match="^Odd: no such field$") as raised:
+    with pytest.raises(RuntimeError, match=r"^Odd: no such field$") as raised:
         training.guarded_reference(Setting(tmp_path, "cpu", small=True), training.Case("snp"))
     assert str(pickle.loads(pickle.dumps(raised.value))) == "Odd: no such field"
 
