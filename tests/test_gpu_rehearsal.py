@@ -3,6 +3,7 @@ there does, so that the first minute on a GPU is not spent on typing errors. By 
 sampling are rehearsed, at night trainings too."""
 
 import json
+import pickle
 import subprocess
 import sys
 import tarfile
@@ -220,6 +221,33 @@ def test_an_error_is_kept_with_its_words_and_the_rest_goes_on(gpu, tmp_path):
     assert document["left_out"] == [{"what": "second", "why": "no such library"}]
     assert document["rows"][0] == {"kernel": "copy", "rate": 1e9} and not document["ended"]
     assert [each["error"] for each in document["failed"][1:]] == ["one is two"]
+
+
+def test_an_error_of_a_reference_comes_back_from_its_process(gpu, tmp_path, monkeypatch):
+    """One of pydantic could not be pickled, and ended all references after it."""
+    from gpu_stages import training
+    from gpu_stages.record import Setting
+
+    class Odd(Exception):
+        def __init__(self, words: str, *, code: int) -> None:
+            super().__init__(words)
+
+    def fail(*_: object) -> None:
+        raise Odd("no such field", code=1)
+
+    monkeypatch.setattr(training, "_reference", fail)
+    with pytest.raises(RuntimeError, match=r"^Odd: no such field$") as raised:
+        training.guarded_reference(Setting(tmp_path, "cpu", small=True), training.Case("snp"))
+    assert str(pickle.loads(pickle.dumps(raised.value))) == "Odd: no such field"
+
+
+def test_tests_that_cannot_start_have_failed(gpu, tmp_path, monkeypatch):
+    """Where hypothesis was missing, the stage had no row and no failure."""
+    from gpu_stages.record import Setting
+
+    monkeypatch.setattr(pytest, "main", lambda *_, **__: pytest.ExitCode.USAGE_ERROR)
+    document = gpu.run("tests", Setting(tmp_path, "cpu", small=True))
+    assert document["failed"][0]["error"] == "RuntimeError: pytest ran no test: USAGE_ERROR"
 
 
 @pytest.mark.nightly

@@ -21,7 +21,9 @@ def run(setting: Setting, record: Record) -> None:
     # a warning of another torch is no failure here
     options = ["-m", "gpu", "-q", "-W", "default", "-p", "no:cacheprovider", "-p", "no:xdist"]
     options += [f"--rootdir={ROOT}", "--continue-on-collection-errors"]
-    pytest.main([*files, *options], plugins=[_Noted(record)])
+    code = pytest.main([*files, *options], plugins=[_Noted(record)])
+    if not record.rows:  # a package of tests/conftest.py is missing, for instance
+        raise RuntimeError(f"pytest ran no test: {pytest.ExitCode(code).name}")
 
 
 class _Noted:

@@ -143,7 +143,7 @@ def run_references(setting: Setting, record: Record) -> None:
     at_once = max(1, (os.cpu_count() or 1) // 4)  # most are of two ranks
     with ProcessPoolExecutor(at_once, get_context("spawn"), initializer=_stand_back) as pool:
         found = {
-            name: pool.submit(_reference, setting, case)
+            name: pool.submit(guarded_reference, setting, case)
             for stage, of_stage in cases(setting).items()
             for case in of_stage
             if record.asks(name := f"{stage}: {case}")
@@ -157,6 +157,16 @@ def _stand_back() -> None:
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     torch.set_num_threads(1)
     os.nice(10)
+
+
+def guarded_reference(setting: Setting, case: Case) -> Row:
+    """Return a reference, or raise an error that can be pickled: others would end the pool."""
+    try:
+        return _reference(setting, case)
+    except LeftOut:
+        raise
+    except Exception as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from None
 
 
 def _reference(setting: Setting, case: Case) -> Row:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import re
 import sys
+import tomllib
+from pathlib import Path
 
-# what `import gnnplan` needs beside torch, and what tests need beside that
-NEEDED = ("numpy", "scipy", "networkx", "pymetis", "pydantic", "PyYAML", "simpy", "typer", "rich")
-NEEDED_TOO = ("safetensors", "pydantic_core", "annotated-types", "typing-inspection")
+PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8"))
+DEPENDENCIES = [re.split("[^A-Za-z0-9_-]", each)[0] for each in PROJECT["project"]["dependencies"]]
+# what `import gnnplan` needs beside torch, and what these packages need
+NEEDED = tuple(each for each in DEPENDENCIES if each != "torch")
+NEEDED_TOO = ("pydantic_core", "annotated-types", "typing-inspection")
 TESTS = ("pytest", "pytest-timeout", "hypothesis")
 PEERS = {
     "torch_geometric": "pip has it for every Python; it runs on any CUDA",

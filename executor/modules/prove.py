@@ -619,8 +619,8 @@ def numbers_of(module: nn.Module) -> dict[str, Any]:
                 note(f"{name}.{key}", each, depth - 1)
         elif isinstance(value, (nn.Module, ModuleType)):
             return
-        elif hasattr(value, "__dict__") and getattr(value, "__module__", None) in files:
-            note(name, dict(vars(value)), depth)
+        elif getattr(value, "__module__", None) in files and (own := own_state(value)) is not None:
+            note(name, own, depth)
             if isinstance(value, FunctionType):
                 captured = [c.cell_contents for c in value.__closure__ or () if c != CellType()]
                 note(name, [*(value.__defaults__ or ()), *captured], depth)
@@ -630,7 +630,7 @@ def numbers_of(module: nn.Module) -> dict[str, Any]:
                 _WithoutTensors(state).dump(value)
                 found[name] = state.getvalue()
             except Exception:  # it holds a lambda, for instance
-                note(name, dict(getattr(value, "__dict__", {})), depth - 1)
+                note(name, own_state(value) or {}, depth - 1)
 
     note("os.environ", dict(os.environ), 1)
     for path, part in module.named_modules():
@@ -643,6 +643,14 @@ def numbers_of(module: nn.Module) -> dict[str, Any]:
             if name != "__warningregistry__":  # Python's, of warnings that have been shown
                 note(f"{file}: {name}", value, 3)
     return found
+
+
+def own_state(value: Any) -> dict[str, Any] | None:
+    """Return an object's attributes; None if it has none, or raises something when it is asked."""
+    try:
+        return dict(vars(value))
+    except Exception:
+        return None
 
 
 def gradients_of(module: nn.Module) -> dict[str, Tensor | None]:

@@ -38,7 +38,20 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 import gnnplan
 
+
+def installed_in(folders: Iterable[str]) -> tuple[str, ...]:
+    """Return how paths begin of what `pip install --target` put into folders."""
+    found = set[str]()
+    for folder in folders:
+        for record in Path(folder).absolute().glob("*.dist-info/RECORD"):
+            for line in record.read_text("utf-8").splitlines():
+                name, slash, _ = line.partition(",")[0].partition("/")
+                found.add(f"{record.parents[1]}/{name}{slash}")
+    return tuple(found)
+
+
 PACKAGE = str(Path(gnnplan.__file__).resolve().parent)
+LIBRARIES = installed_in(folder for folder in sys.path if "site-packages" not in folder)
 DROPOUTS = (F.dropout, torch.dropout, torch.dropout_)
 # calls that fill a tensor with one number, and take its type from another tensor
 FILLERS = ("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like")
@@ -844,7 +857,8 @@ def is_written_by_user(name: str, file: str) -> bool:
 
 def is_the_users(file: str) -> bool:
     """Whether a Python file belongs neither to a library nor to gnnplan."""
-    return not ("site-packages" in file or file.startswith((PACKAGE, "<")) or "/lib/python" in file)
+    ours_or_theirs = file.startswith((PACKAGE, "<", *LIBRARIES))
+    return not (ours_or_theirs or "site-packages" in file or "/lib/python" in file)
 
 
 def _callee() -> str:

@@ -30,6 +30,7 @@ from gnnplan.executor.minibatch.share_queue import ShareQueue
 from gnnplan.executor.modules.bind import GraphFields, Small, bound
 from gnnplan.executor.modules.prove import prove
 from gnnplan.executor.modules.read import read, read_again, with_module, with_user_model
+from gnnplan.executor.modules.record import installed_in, is_the_users
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner import strategies as planner
 from gnnplan.planner.gnn.workload import Workload
@@ -213,6 +214,27 @@ from gnnplan.planner.gnn.workload import Workload
 read(sys.argv[1], Workload(), GraphFields(8, 4))
 assert "torch._inductor" not in sys.modules
 """
+
+
+def test_libraries_that_lie_in_any_folder_are_no_files_of_the_users(file, tmp_path, monkeypatch):
+    """`pip install --target site` put pydantic there; it was taken for the user's, and an object in it
+    raises when it is asked for an attribute. So may one in the user's own file."""
+    (tmp_path / "site" / "lib-1.dist-info").mkdir(parents=True)
+    recorded = "lib/__init__.py,sha256=4AbN,9\nalone.py,,\n../../bin/lib,,\n"
+    (tmp_path / "site" / "lib-1.dist-info" / "RECORD").write_text(recorded)
+    found = installed_in([str(tmp_path / "site"), str(tmp_path / "absent"), ""])
+    monkeypatch.setattr("gnnplan.executor.modules.record.LIBRARIES", found)
+    files = ["lib/__init__.py", "lib/deep/in.py", "alone.py", "library.py", "alone/not.py"]
+    users = [is_the_users(str(tmp_path / "site" / name)) for name in files]
+    assert users == [False, False, False, True, True]
+    file.write_text(f"""{file.read_text()}
+class Mute:
+    __slots__ = ()
+    def __getattr__(self, name):
+        raise RuntimeError(name)
+kept = Mute(), [Mute()]
+""")
+    assert read(f"{file}:Net", Workload(), GRAPH).module
 
 
 def test_a_module_is_read_without_torchs_compiler(tmp_path, fork_server):

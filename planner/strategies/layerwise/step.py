@@ -267,7 +267,11 @@ class LayerHolds:
         # `most` includes saved tensors, which exist already unless they are recomputed
         saved = (self.need().left - freed) * (not self.checkpoint)
         input_freed = step.unsaved(self.layer - 1) if self.keeps_output_below else 0.0
-        return OpMemory(gradient + most - saved, freed - self._kept - input_freed)
+        left = freed - self._kept - input_freed
+        if self.layer == layers and self.model.carried:
+            # the gradient of GCNII's h_0, to which all layers add, stays until the encoder's pass
+            left = left + step.facts[1].local * self.model.carried * self.model.itemsize
+        return OpMemory(gradient + most - saved, left)
 
     @property
     def _kept(self) -> Number:
