@@ -3,6 +3,7 @@
     python benchmarks/gpu.py all --out DIR [--minutes 9] [--stages STAGE[:SECONDS[:WORDS]..] ..]
     python benchmarks/gpu.py STAGE --out DIR [--only WORDS ..]     one stage, without a limit
     python benchmarks/gpu.py table DIR               write DIR/gpu.md for stages that ran alone
+    python benchmarks/gpu.py predict                 predict the rows of docs/gpu.md again
     python benchmarks/gpu.py --list                  installed and missing packages
 
 Stages, each in a process of its own:
@@ -182,7 +183,7 @@ def main() -> None:
         print("\n".join(lines()))
         return
     parser = argparse.ArgumentParser(usage=__doc__)
-    parser.add_argument("what", choices=["all", "table", *STAGES])
+    parser.add_argument("what", choices=["all", "table", "predict", *STAGES])
     parser.add_argument("folder", nargs="?", type=Path)
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"))
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
@@ -201,6 +202,8 @@ def main() -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if given.what == "table":
         print(table(out))
+    elif given.what == "predict":
+        print(import_module("gpu_stages.predicted").page())
     elif given.what != "all":
         sys.exit(bool(run(given.what, setting)["failed"]))
     else:

@@ -59,7 +59,7 @@ SHARED = (
     *MINI,
 )
 # of these many ranks, the most telling
-OF_FOUR = ("graph_parallel(narrow=True)", "pipegcn", "gnnpipe(chunks=4)", "granndis", "p3")
+OF_FOUR = ("graph_parallel(narrow=True)", "pipegcn", "gnnpipe(chunks=4)", "granndis(depth=3)", "p3")
 # ranks, strategy, type of rows
 FURTHER = (
     (1, "graph_parallel", "bfloat16"),
@@ -171,7 +171,7 @@ def guarded_reference(setting: Setting, case: Case) -> Row:
 
 def _reference(setting: Setting, case: Case) -> Row:
     """The losses of a case on the CPU."""
-    plan = _plan(setting, case)
+    plan = planned(setting, case)
     with tempfile.TemporaryDirectory() as folder:
         run = _run(plan, case, Path(folder) / "run", on_cpu=True, epochs=SAME)
         return {
@@ -181,7 +181,8 @@ def _reference(setting: Setting, case: Case) -> Row:
         }
 
 
-def _plan(setting: Setting, case: Case) -> gnnplan.Plan:
+def planned(setting: Setting, case: Case) -> gnnplan.Plan:
+    """The plan of a case. Raises LeftOut if it suits no cluster of this device."""
     is_mini = parse(case.strategy).mode == "mini"
     more: dict[str, Any] = {"dtype": case.dtype, **(question.batches(setting) if is_mini else {})}
     if case.model in ("gcnii", "resgcn"):
@@ -229,7 +230,7 @@ def _run(plan: gnnplan.Plan, case: Case, out: Path, on_cpu: bool, epochs: int) -
 
 def _trained(setting: Setting, case: Case) -> Row:
     """A run beside its prediction; the page adds the same training on the CPU."""
-    plan = _plan(setting, case)
+    plan = planned(setting, case)
     out = setting.out / "runs" / case.folder
     shutil.rmtree(out, ignore_errors=True)
     run = _run(plan, case, out, setting.device == "cpu", EPOCHS)
