@@ -172,8 +172,7 @@ class QueuedOp(NamedTuple):
 
 
 # A function that orders the operations of a program's steps, the first so many, which overlap. The
-# order depends on the operations' names, not on the amounts of their work. So programs whose
-# operations have equal names have the same dependencies, which are found once (price.py).
+# order depends on the operations' names, not on the amounts of their work.
 Order = Callable[["Program", int], Iterator[QueuedOp]]
 
 
