@@ -99,7 +99,7 @@ from gnnplan.planner.strategies.program.program import (
     Receive,
 )
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.numbers import RankMatrix, offsets
+from gnnplan.planner.vocabulary.numbers import offsets
 from gnnplan.planner.vocabulary.schedule import BothPasses, Compute
 
 Piece = tuple[int, ...]  # layers without an exchange between them (0: the encoder)
@@ -266,8 +266,7 @@ class GNNPipe(Strategy):
 
         def make() -> Program:
             chunks, seed = settled(self.chunks), problem.workload.seed
-            inputs, first = self.inputs_sent(problem), tuple(range(self.members(problem)))
-            setup = [Op("input_halo", work=Exchange(inputs), ranks=first)] * bool(inputs.any())
+            setup = self._setup(problem)
             return Program.of(
                 list(_step(self, problem)),
                 setup=lambda: setup,
@@ -315,21 +314,22 @@ class GNNPipe(Strategy):
         ends = pairwise(accumulate([1, *settled(self.layers_per_stage)]))
         return [Stage(self, problem, number, range(*each)) for number, each in enumerate(ends)]
 
-    def inputs_sent(self, problem: Problem) -> RankMatrix:
-        """Return the bytes of constant inputs that the first stage's members exchange [g, g]."""
-        cut = settled(self.chunks), self.members(problem)
-        read: RankMatrix = problem.chunks(*cut).sends.sum(0)
-        if problem.model.first_varying == 0 or not read.any():
-            nothing: RankMatrix = 0 * read
-            return nothing
+    def _setup(self, problem: Problem) -> list[Op]:
+        """Return the exchange of constant inputs among the first stage's members, if any."""
+        chunks, g = settled(self.chunks), self.members(problem)
+        sent = problem.chunks(chunks, g).sends.sum(0)  # rows [g, g]
+        if problem.model.first_varying == 0 or not sent.any():
+            return []
         if problem.graph is None:
-            return (read * problem.model.feature_transit_bytes(1)).round().astype(np.int64)
-        chunks = problem.cut(*cut)
-        received = [  # by each member, from each member
-            np.bincount(chunks.sub[halo] % len(read), problem.features_bytes(halo), len(read))
-            for halo in chunks.halos
-        ]
-        return np.stack(received, 1)
+            sent = (sent * problem.model.feature_transit_bytes(1)).round().astype(np.int64)
+        else:
+            cut = problem.cut(chunks, g)
+            received = [  # by each member, from each member [B]
+                np.bincount(cut.sub[halo] % g, problem.features_bytes(halo), g)
+                for halo in cut.halos
+            ]
+            sent = np.stack(received, 1)
+        return [Op("input_halo", work=Exchange(sent), ranks=tuple(range(g)))]
 
     def role(self, problem: Problem, rank: int) -> dict[str, int]:
         return {"stage": rank // self.members(problem)}
@@ -606,19 +606,18 @@ def layer_seconds(pipe: GNNPipe, problem: Problem) -> list[float]:
     """
     whole = Stage(pipe, problem, 0, range(1, len(problem.model.layers) + 1))
     model, cost, sent = whole.model, problem.cost, whole.facts.sends.mean(0)
-
-    def seconds_of(layer: int) -> float:
+    seconds = dict[object, float]()  # by the kind of the layer's work
+    for layer in whole.layers:
+        if (kind := whole.kind_of((layer,))) in seconds:
+            continue
         pieces = [(0,), (layer,)] if layer == 1 and model.encoder else [(layer,)]
         works = [work for piece in pieces for work in whole.work(piece)]
         computing = sum(float(np.mean(cost.compute_s(work))) for work in works)
-        width = whole.exchanged((layer,)) * model.itemsize
-        matrices = (sent, sent.T) if width and sent.any() else ()
-        exchanging = sum(float(cost.exchange(rows * width, whole.ranks).alone) for rows in matrices)
-        return computing * cost.cores.full_load_slowdown + exchanging
-
-    kinds = [whole.kind_of((layer,)) for layer in whole.layers]
-    seconds_by_kind = {kind: seconds_of(kinds.index(kind) + 1) for kind in {*kinds}}
-    return [seconds_by_kind[kind] for kind in kinds]
+        seconds[kind] = computing * cost.cores.full_load_slowdown
+        if (width := whole.exchanged((layer,)) * model.itemsize) and sent.any():
+            for rows in (sent, sent.T):
+                seconds[kind] += float(cost.exchange(rows * width, whole.ranks).alone)
+    return [seconds[whole.kind_of((layer,))] for layer in whole.layers]
 
 
 def balance(seconds: Sequence[float], stages: int) -> tuple[int, ...]:
