@@ -174,12 +174,10 @@ class GNNPipe(Strategy):
 
     @classmethod
     def candidates(cls, problem: Problem) -> Iterator[Strategy]:
-        for stages in range(min(problem.ranks, problem.workload.layers), 1, -1):
-            members, rest = divmod(problem.ranks, stages)
-            if not rest:
-                for chunks in dict.fromkeys((4 * stages, 4 * problem.ranks, 1)):
-                    if chunks * members**2 <= MOST_PAIRS:
-                        yield cls(stages, chunks)
+        for stages in _fitting(problem)[:0:-1]:
+            for chunks in dict.fromkeys((4 * stages, 4 * problem.ranks, 1)):
+                if chunks * (problem.ranks // stages) ** 2 <= MOST_PAIRS:
+                    yield cls(stages, chunks)
 
     @classmethod
     def absent(cls, problem: Problem) -> str:
@@ -191,14 +189,9 @@ class GNNPipe(Strategy):
         )
 
     def settle(self, problem: Problem) -> Self:
-        layers, stages = problem.workload.layers, self.stages
-        if stages is None:
-            stages = next(
-                s for s in range(min(problem.ranks, layers), 0, -1) if problem.ranks % s == 0
-            )
-        chosen = replace(
-            self, stages=stages, chunks=4 * stages if self.chunks is None else self.chunks
-        )
+        stages = _fitting(problem)[-1] if self.stages is None else self.stages
+        chunks = 4 * stages if self.chunks is None else self.chunks
+        chosen = replace(self, stages=stages, chunks=chunks)
         if chosen.layers_per_stage is None and chosen.suits(problem):
             seconds = layer_seconds(chosen, problem)
             return replace(chosen, layers_per_stage=balance(seconds, stages))
@@ -216,9 +209,7 @@ class GNNPipe(Strategy):
                 f" stages <= {layers}"
             )
         if problem.ranks % stages:
-            fit = ", ".join(
-                str(s) for s in range(1, min(problem.ranks, layers) + 1) if problem.ranks % s == 0
-            )
+            fit = ", ".join(map(str, _fitting(problem)))
             raise SpecError(
                 f"gnnpipe gives every stage equally many ranks (stages: {stages}, ranks:"
                 f" {problem.ranks}); use stages in {{{fit}}} or --ranks"
@@ -333,6 +324,12 @@ class GNNPipe(Strategy):
 
     def role(self, problem: Problem, rank: int) -> dict[str, int]:
         return {"stage": rank // self.members(problem)}
+
+
+def _fitting(problem: Problem) -> list[int]:
+    """Return the numbers of stages with a layer each and equally many ranks, 1 first."""
+    most = min(problem.ranks, problem.workload.layers)
+    return [stages for stages in range(1, most + 1) if problem.ranks % stages == 0]
 
 
 def _tied_across(problem: Problem, per_stage: Sequence[int]) -> tuple[int, int] | None:

@@ -32,7 +32,7 @@ import numpy as np
 
 from gnnplan.planner.gnn.model import OpMemory
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.vocabulary.numbers import ByContent, Group, RankMatrix
+from gnnplan.planner.vocabulary.numbers import ByContent, Group, RankMatrix, grouped
 from gnnplan.planner.vocabulary.schedule import (
     Collective,
     Compute,
@@ -274,10 +274,7 @@ def queue(program: Program, steps: int) -> Iterator[QueuedOp]:
 
 def ops_by_group(step: Step) -> dict[Group, list[Op]]:
     """Return the operations of each group of ranks, in order."""
-    groups: dict[Group, list[Op]] = {}
-    for op in step:
-        groups.setdefault(op.ranks, []).append(op)
-    return groups
+    return grouped(step, lambda op: op.ranks)
 
 
 def _chunk_by_chunk(ops: Iterable[Op], chunks: Sequence[int]) -> Iterator[tuple[Op, int | None]]:
