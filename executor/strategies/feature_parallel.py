@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,13 +28,12 @@ from gnnplan.executor.layers.kernels import (
     root_of,
 )
 from gnnplan.executor.layers.models import BuiltInLayer
-from gnnplan.executor.layers.targets import Targets
+from gnnplan.executor.minibatch.share import Part, Share
 from gnnplan.executor.modules.read import net_of
 from gnnplan.executor.ranks.comm import ColumnExchange
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import layerwise
 from gnnplan.executor.strategies.base import NOTHING, Backward
-from gnnplan.executor.strategies.halo import Halo
 from gnnplan.executor.strategies.layerwise import LayerInput, backward_prepared
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
@@ -52,28 +52,21 @@ class Worker(layerwise.Worker):
         self, rank: Rank, problem: Problem, strategy: FeatureParallel, first: int = 0
     ) -> None:
         graph, workload, device = problem.data, problem.workload, rank.device
-        self.rank, self.problem, self.options = rank, problem, ExchangeOptions()
-        self.model, self.courses = strategy.arranged(problem)
-        self.layers = range(1, len(self.courses) + 1)
-        self.net = net_of(self.model, workload).to(device)
-        self.plain_halo = self.halo = Halo(rank, {})
-        self.errors = self.halo.errors
-        self.vertices_in_all = graph.stats.vertices
+        model, self.courses = strategy.arranged(problem)
+        net = net_of(model, workload).to(device)
         # in an order in which sums over edges find their rows in the processor's cache
-        whole = Layout.of_one(graph, problem.method)
-        self.owned_ranges, order = spans(self.vertices_in_all, rank.world), whole.rows(0, 1)
+        whole, everyone = Layout.of_one(graph, problem.method), graph.stats.vertices
+        self.owned_ranges, order = spans(everyone, rank.world), whole.rows(0, 1)
         own = order[self.owned_ranges[rank.rank]]
         self.all_vertices = torch.from_numpy(order).to(device)
-        self.own_vertices = self.scored_vertices = self.all_vertices[self.owned_ranges[rank.rank]]
-        self.vertices = {1: self.own_vertices}
-        edges = self.net.layer(1).edges  # the same in all layers
-        self.block = weighted_block(graph, edges, order, order, *whole.block(0, 1), workload).to(
-            device
-        )
-        self.targets = Targets(graph, own, workload, device)
-        self.scorers = [self.targets]
+        # the edges are the same in all layers
+        block = weighted_block(graph, net.edges[0], order, order, *whole.block(0, 1), workload)
+        nothing = [own[:0]] * rank.world
+        part = Part(own, own.size, nothing, np.zeros(rank.world, np.int64), False, block)
+        share = Share(own, everyone, everyone, [part] * len(self.courses))
+        super().__init__(rank, problem, share, ExchangeOptions(), net)
+        self.model, self.block = model, self.blocks[1]
         self.features = features(graph, own, workload, device)
-        self.cached: Tensor | None = None
         if self.courses[0] is None:
             self.cached = self._sum_features(self.features)
             if not self.model.layers[0].reads_own:

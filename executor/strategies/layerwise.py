@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -30,7 +30,7 @@ from gnnplan.executor.layers.kernels import (
 from gnnplan.executor.layers.kernels.runtime import triton_kernels
 from gnnplan.executor.layers.layer import ColumnLayer, no_dropout, partial_sums
 from gnnplan.executor.layers.models import Moments, Net
-from gnnplan.executor.minibatch.share import Part, Share, targets_of
+from gnnplan.executor.minibatch.share import Share, targets_of
 from gnnplan.executor.ranks.comm import Exchange, all_reduce, begin_all_reduce, total
 from gnnplan.executor.ranks.learner import Gradients, fill
 from gnnplan.executor.ranks.rank import Rank
@@ -116,13 +116,12 @@ class Worker(base.Worker):
         self.buckets = buckets_of(problem, options.buckets, options.narrow)
         self.layers = range(1, len(share.parts) + 1)
 
-        def by_layer(make: Callable[[Part], T]) -> dict[int, T]:
-            """Call `make` for every layer's part; layers with the same part share the result."""
-            make_once = cache(make)
-            return {layer: make_once(part) for layer, part in enumerate(share.parts, 1)}
-
-        unfiltered = by_layer(lambda part: Exchange(self.rank, part.give, part.take, device=host))
-        exchanges = {n: each for n, each in unfiltered.items() if share.parts[n - 1].exchanges_rows}
+        parts = dict(enumerate(share.parts, 1))  # layers may share a part, and what is made of it
+        made = {
+            part: (Exchange(self.rank, part.give, part.take, device=host), part.vertices)
+            for part in {*share.parts}
+        }
+        exchanges = {n: made[part][0] for n, part in parts.items() if part.exchanges_rows}
         self.own_vertices = self.scored_vertices = torch.from_numpy(share.own)
         if share.ends is not None and share.ends.exchanges_rows:
             exchanges[len(self.layers) + 1] = Exchange(
@@ -136,11 +135,11 @@ class Worker(base.Worker):
             moved = together(value, lambda tensors: [t.to(device) for t in tensors])
             return torch.empty(0), moved
 
-        blocks = by_layer(lambda part: part.block)
-        vertices = by_layer(lambda part: part.vertices)
-        selections = {n: part.selection for n, part in enumerate(share.parts, 1) if part.selection}
+        blocks = {n: part.block for n, part in parts.items()}
+        vertices = {n: made[part][1] for n, part in parts.items()}
+        selections = {n: part.selection for n, part in parts.items() if part.selection}
         # layers that receive partial sums of their source rows, before bias and ReLU
-        self.adds = {n for n, part in enumerate(share.parts, 1) if part.adds}
+        self.adds = {n for n, part in parts.items() if part.adds}
         both = self.own_vertices, self.scored_vertices
         self.features, moved = (transfer or transfer_each)(
             (exchanges, selections, blocks, vertices, both, self.targets)

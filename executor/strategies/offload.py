@@ -154,25 +154,24 @@ class Worker(base.Worker):
         if on_gpu:
             pin_no_more_than_asked()
 
-        def zeros(numbers: int) -> Tensor:
-            """Return zeros [numbers], in page-locked memory if a GPU reads them."""
-            return torch.zeros(numbers, dtype=dtype, pin_memory=on_gpu)
-
         def rows(layer: int, width: int) -> Tensor:
-            return zeros(int(ends[layer, -1]) * width).view(-1, width)
+            """Return zeros for rows of h_l, in page-locked memory if a GPU reads them."""
+            numbers = int(ends[layer, -1]) * width
+            return torch.zeros(numbers, dtype=dtype, pin_memory=on_gpu).view(-1, width)
 
-        widths = {layer: spec.h_out for layer, spec in enumerate(self.model.layers[:-1], 1)}
-        sizes = {layer: int(ends[layer, -1]) * width for layer, width in widths.items()}
-        self.hidden = {layer: rows(layer, width) for layer, width in widths.items()}  # h_l
+        outputs = enumerate(self.model.layers[:-1], 1)
+        self.hidden = {layer: rows(layer, spec.h_out) for layer, spec in outputs}  # h_l
         # two buffers alternate: the gradient of h_l is no longer used when that of h_{l-2} begins
-        buffers = [zeros(max(sizes.values())) for _ in range(min(len(widths), 2) * trains)]
+        largest = max(self.hidden.values(), key=Tensor.numel, default=NOTHING)
+        count = min(len(self.hidden), 2) * trains
+        buffers = [torch.zeros_like(largest, pin_memory=on_gpu).view(-1) for _ in range(count)]
         self.gradients = {
-            layer: buffers[layer % len(buffers)][: sizes[layer]].view(-1, width)
-            for layer, width in widths.items()
+            layer: buffers[layer % count][: hidden.numel()].view_as(hidden)
+            for layer, hidden in self.hidden.items()
             if trains
         }
         self.logits = self.hidden[self.last] = rows(self.last, self.model.classes)
-        self.aggregate: Tensor | None = None
+        self.aggregate = NOTHING
         if self.model.aggregate_cached(1):
             self.aggregate = rows(1, self.model.features)
             for chunk in self.chunks:
@@ -236,46 +235,39 @@ class Worker(base.Worker):
 
     def _load(self, label: Label, layer: int, chunk: _Chunk) -> _Loaded:
         """Load a layer's inputs for a chunk; for a backward pass, also the gradient of h_l."""
-        part, device = chunk.parts.get(layer), self.rank.device
-        with self.rank.recorder.span(
-            label, "copy", self._bytes_to_load(label.direction, layer, chunk)
-        ):
+        part, spec, device = chunk.parts.get(layer), self.model.layers[layer - 1], self.rank.device
+        varies, rows, b = layer > self.model.first_varying, chunk.rows(layer), self.logits.itemsize
+        own = rows * spec.reads_own  # rows of features that a layer reads besides its aggregate
+        if part is None:
+            nbytes, read = 0, rows + own
+        else:
+            nbytes, sent = part.block.nbytes + part.vertices.nbytes, part.exchange.positions
+            read = len(part.places) + len(sent) if varies else len(part.vertices)
+        nbytes += read * spec.h_in * b
+        if label.direction == "b":
+            nbytes += rows * spec.h_out * b
+        elif layer == self.last:
+            nbytes += chunk.targets.y.nbytes + chunk.targets.train.nbytes
+        with self.rank.recorder.span(label, "copy", nbytes):
             if part is None:
-                assert self.aggregate is not None
-                own = chunk.rows(1) if self.model.layers[0].reads_own else 0
                 source = self._features(chunk.vertices[:own], device)
                 tensors = _Loaded(source, aggregate=self._copy(self.aggregate[chunk.own[1]]))
             else:
-                if layer <= self.model.first_varying:
-                    source = self._features(part.vertices.numpy(), device)
+                if varies:
+                    hidden = self.hidden[layer - 1]
+                    source = hidden.new_empty(len(part.vertices), spec.h_in, device=device)
+                    self._gather(hidden, part.places, source[: len(part.places)])
                 else:
-                    rows, width = self.hidden[layer - 1], self.model.input_width(layer)
-                    source = rows.new_empty(len(part.vertices), width, device=device)
-                    self._gather(rows, part.places, source[: len(part.places)])
+                    source = self._features(part.vertices.numpy(), device)
                 tensors = _Loaded(source, mapped(part.block, self._copy), self._copy(part.vertices))
-                if layer > self.model.first_varying and part.exchanges_rows:
-                    sent = part.exchange.positions
-                    tensors.boundary = self._gather(rows, sent, source.new_empty(len(sent), width))
+                if varies and part.exchanges_rows:
+                    boundary = source.new_empty(len(sent), spec.h_in)
+                    tensors.boundary = self._gather(hidden, sent, boundary)
             if label.direction == "b":
                 tensors.gradient = self._copy(self.gradients[layer][chunk.own[layer]])
             elif layer == self.last and self.training:
                 tensors.targets = chunk.targets.to_train_on(device)
             return tensors
-
-    def _bytes_to_load(self, direction: str, layer: int, chunk: _Chunk) -> int:
-        part, targets, b = chunk.parts.get(layer), chunk.targets, self.logits.element_size()
-        rows = chunk.rows(layer)
-        if part is None:
-            edges, rows_read = 0, rows * (2 if self.model.layers[0].reads_own else 1)
-        else:
-            edges, rows_read = part.block.nbytes + part.vertices.nbytes, len(part.vertices)
-            if layer > self.model.first_varying:
-                rows_read = len(part.places) + sum(part.exchange.gives)
-        nbytes = edges + rows_read * self.model.layers[layer - 1].h_in * b
-        if direction == "b":
-            return nbytes + rows * self.model.layers[layer - 1].h_out * b
-        labels = targets.y.nbytes + targets.train.nbytes
-        return nbytes + (labels if layer == self.last else 0)
 
     def _load_and_prefetch(self, label: Label, layer: int, chunk: _Chunk) -> _Loaded:
         """Return the loaded inputs of a chunk; on a GPU, start to load the next chunk."""

@@ -44,7 +44,7 @@ from gnnplan.planner.graph.sampling import count_items
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import P3
 from gnnplan.planner.strategies.minibatch.p3 import DELAY, HEADER, period, sliced
-from gnnplan.planner.vocabulary.numbers import offsets
+from gnnplan.planner.vocabulary.numbers import offsets, ranges
 from gnnplan.planner.vocabulary.schedule import Label
 
 
@@ -82,32 +82,24 @@ class ColumnSampler(Sampler):
     def _merge_blocks(self, blocks: Sequence[np.ndarray]) -> Pushed:
         """Merge the blocks of all peers. A block: header, sources' ids, degrees, positions."""
         # by peer: numbers of sources, rows, edges
-        counts = np.array([block[:HEADER] for block in blocks], dtype=np.int64)
-        first = offsets(counts[:, 1])
-        first_extra = first[-1] + offsets(counts[:, 0] - counts[:, 1])
-        source, degrees, indices = np.empty(counts[:, 0].sum(), np.int64), [], []
-        for i, (block, (sources, rows, edges)) in enumerate(
-            zip(blocks, counts.tolist(), strict=True)
-        ):
-            ids, degree, places = np.split(block[HEADER:], [sources, sources + rows])
-            index = np.concatenate(
-                [first[i] + np.arange(rows), first_extra[i] + np.arange(sources - rows)]
-            ).astype(np.int32)
-            source[index] = ids
-            degrees.append(degree)
-            indices.append(index[places])
-            assert places.size == edges
-        indptr = offsets(np.concatenate(degrees))
-        dst = source[: first[-1]]
-        laid = dst, source, indptr, np.concatenate(indices), self.workload, self._degrees
+        sources, rows, edges = np.array([block[:HEADER] for block in blocks], dtype=np.int64).T
+        parts = [np.split(block[HEADER:], np.cumsum(block[: HEADER - 1])) for block in blocks]
+        ids, degrees, positions = map(np.concatenate, zip(*parts, strict=True))
+        is_extra = ranges(0 * sources, sources) >= np.repeat(rows, sources)
+        order = np.argsort(is_extra, kind="stable")  # the rows of all peers come first
+        place = np.empty(order.size, dtype=np.int32)
+        place[order] = np.arange(order.size, dtype=np.int32)
+        indices = place[np.repeat(offsets(sources)[:-1], edges) + positions]
+        source, first, indptr = ids[order].astype(np.int64), offsets(rows), offsets(degrees)
+        laid = source[: first[-1]], source, indptr, indices, self.workload, self._degrees
         merged = weighted_block(self.graph, self.edges[0], *laid, drawn=True)
         give, take = [indptr[:0]] * len(self.groups), np.zeros(len(self.groups), np.int64)
-        place = self.rail.index(self.me)
+        own = self.rail.index(self.me)
         for i, peer in enumerate(self.rail):
-            if i != place:
-                give[peer], take[peer] = np.arange(first[i], first[i + 1]), counts[place, 1]
-        own = slice(int(first[place]), int(first[place + 1]))
-        return Pushed(source, source.size, give, take, False, merged, own=own)
+            if i != own:
+                give[peer], take[peer] = np.arange(first[i], first[i + 1]), rows[own]
+        own_rows = slice(int(first[own]), int(first[own + 1]))
+        return Pushed(source, source.size, give, take, False, merged, own=own_rows)
 
 
 class Delayed(Learner):

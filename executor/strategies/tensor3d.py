@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -84,6 +85,34 @@ class Weights:
             net.layer(layer).get_parameter("bias")[self.outputs] = bias
 
 
+class Tile(NamedTuple):
+    """A rank's tile of the adjacency. GraphSAGE also reads own rows: places of the vertices that
+    are destinations and sources in the tile, among the destinations and among the sources."""
+
+    block: Block
+    own: tuple[Tensor, Tensor] | None
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Sum rows [sources, D tile] over edges, with own rows beside them -> [rows, m D tile]."""
+        sums = aggregate(self.block, x)
+        if self.own is None:
+            return sums
+        (dst_places, src_places), width = self.own, x.shape[1]
+        widened = sums.new_zeros(len(sums), 2 * width)
+        widened[:, :width] = sums
+        widened[:, width:].index_copy_(0, dst_places, x.index_select(0, src_places))
+        return widened
+
+    def sum_back(self, gradient: Tensor) -> Tensor:
+        """Return the gradient of the rows from that of their sums [rows, m D tile]."""
+        if self.own is None:
+            return aggregate_transposed(self.block, gradient)
+        (dst_places, src_places), width = self.own, gradient.shape[1] // 2
+        rows = aggregate_transposed(self.block, gradient[:, :width])
+        rows.index_add_(0, src_places, gradient[:, width:].index_select(0, dst_places))
+        return rows
+
+
 @dataclass
 class _Saved:
     """Tensors that a layer's forward saves for its backward, which frees them one by one."""
@@ -117,19 +146,14 @@ class Worker(base.Worker):
             for axis, w in zip((t.axes.rows for t in self.layers), self.weights, strict=True)
         ]
         vertex_orders = orders(graph.stats.vertices, workload.seed)
-        self.tiles: dict[int, Block] = {}  # by _key of a layer
-        self.own: dict[int, tuple[Tensor, Tensor]] = {}  # by _key: own rows (_places)
+        self.tiles: dict[int, Tile] = {}  # by _key of a layer
         self.sources: list[Tensor] = []  # vertices of every layer's inputs
         for tiles in self.layers:
             src = self._own_range(vertex_orders[(tiles.layer - 1) % 2], tiles.axes.sources)
             dst = self._own_range(vertex_orders[tiles.layer % 2], tiles.axes.rows)
             self.sources.append(torch.from_numpy(src).to(device))
-            key = _key(tiles.layer)
-            if tiles.is_summed and key not in self.tiles:
-                edges = self.net.layer(tiles.layer).edges
-                self.tiles[key] = tile(graph, edges, dst, src, workload, device)
-                if tiles.spec.reads_own:
-                    self.own[key] = self._places(dst, src)
+            if tiles.is_summed and (key := _key(tiles.layer)) not in self.tiles:
+                self.tiles[key] = self._tile(tiles, dst, src)
         last = self.layers[-1]
         axis = last.axes.sources
         runs, classes = (spans(n, self.grid.size(axis)) for n in (dst.size, last.spec.h_out))
@@ -150,33 +174,28 @@ class Worker(base.Worker):
         """Return this rank's range of the vertices, which an axis splits in this order."""
         return order[spans(order.size, self.grid.size(axis))[self.places[axis]]]
 
-    def _places(self, dst: Ids, src: Ids) -> tuple[Tensor, Tensor]:
-        """Return the places in `dst`, and in `src`, of vertices that are in both."""
-        _, dst_places, src_places = np.intersect1d(
-            dst, src, assume_unique=True, return_indices=True
-        )
-        device = self.rank.device
-        return torch.from_numpy(dst_places).to(device), torch.from_numpy(src_places).to(device)
+    def _tile(self, tiles: Tiles, dst: Ids, src: Ids) -> Tile:
+        """Make the tile of a layer's adjacency with these destinations and sources."""
+        graph, workload, device = self.problem.data, self.problem.workload, self.rank.device
+        edges, own = self.net.layer(tiles.layer).edges, None
+        if tiles.spec.reads_own:
+            places = np.intersect1d(dst, src, assume_unique=True, return_indices=True)[1:]
+            own = torch.from_numpy(places[0]).to(device), torch.from_numpy(places[1]).to(device)
+        return Tile(tile(graph, edges, dst, src, workload, device), own)
 
     def _sum_features(self, vertex_orders: tuple[Ids, Ids]) -> Tensor:
         """Compute layer 1's sums over edges [rows, m D tile], which are constant.
 
         The rank computes them without communication, one range of sources after another.
         """
-        graph, workload, device = self.problem.data, self.problem.workload, self.rank.device
         first, columns = self.layers[0], self.weights[0].columns
-        dst, edges = self._own_range(vertex_orders[1], first.axes.rows), self.net.layer(1).edges
-        width = columns.stop - columns.start
-        dtype = self.weights[0].own.dtype
-        sums = torch.zeros(dst.size, width * first.spec.matrices, dtype=dtype, device=device)
+        dst = self._own_range(vertex_orders[1], first.axes.rows)
+        width = (columns.stop - columns.start) * first.spec.matrices
+        sums = self.weights[0].own.detach().new_zeros(dst.size, width)
         for run in spans(vertex_orders[0].size, self.grid.size(first.axes.sources)):
             src = vertex_orders[0][run]
-            x = features(graph, src, workload, device)[:, columns]
-            block = tile(graph, edges, dst, src, workload, device)
-            sums[:, :width] += aggregate(block, x.contiguous())
-            if first.spec.reads_own:
-                dst_places, src_places = self._places(dst, src)
-                sums[dst_places, width:] = x[src_places]
+            x = features(self.problem.data, src, self.problem.workload, self.rank.device)
+            sums += self._tile(first, dst, src).sum(x[:, columns].contiguous())
         return sums
 
     # -- tensors of several ranks ------------------------------------------------------------------
@@ -234,15 +253,7 @@ class Worker(base.Worker):
             elif self.training and tiles.varies and p:
                 vertices = self.sources[layer - 1]
                 zeroed = ~dropout_mask(seed, step, layer, vertices, x.shape[1], p, first)
-            sums = aggregate(self.tiles[_key(layer)], x)
-            if tiles.spec.reads_own:
-                width = x.shape[1]
-                widened = sums.new_zeros(len(sums), 2 * width)
-                widened[:, :width] = sums
-                sums = widened
-                dst_places, src_places = self.own[_key(layer)]
-                sums[:, width:].index_copy_(0, dst_places, x.index_select(0, src_places))
-        return _Saved(sums, zeroed)
+            return _Saved(self.tiles[_key(layer)].sum(x), zeroed)
 
     def _backward(self, step: int, tiles: Tiles, saved: _Saved) -> Tensor:
         """Return the gradient of the inputs from that of the outputs; empty for constant inputs.
@@ -271,11 +282,7 @@ class Worker(base.Worker):
             return NOTHING
         self._all_reduce(Label("sum_aggregates", step, "b", layer), to_sums, axes.sources)
         with self.computing("aggregate", step, "b", layer):
-            width = to_sums.shape[1] // tiles.spec.matrices
-            inputs = aggregate_transposed(self.tiles[_key(layer)], to_sums[:, :width])
-            if tiles.spec.reads_own:
-                dst_places, src_places = self.own[_key(layer)]
-                inputs.index_add_(0, src_places, to_sums[:, width:].index_select(0, dst_places))
+            inputs = self.tiles[_key(layer)].sum_back(to_sums)
             if saved.zeroed is not None:
                 inputs.masked_fill_(saved.zeroed, 0.0)
                 if self.problem.workload.dropout and tiles.spec.drops:

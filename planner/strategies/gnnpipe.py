@@ -99,7 +99,7 @@ from gnnplan.planner.strategies.program.program import (
     Receive,
 )
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.numbers import RankMatrix, offsets
+from gnnplan.planner.vocabulary.numbers import offsets
 from gnnplan.planner.vocabulary.schedule import BothPasses, Compute
 
 Piece = tuple[int, ...]  # layers without an exchange between them (0: the encoder)
@@ -174,12 +174,10 @@ class GNNPipe(Strategy):
 
     @classmethod
     def candidates(cls, problem: Problem) -> Iterator[Strategy]:
-        for stages in range(min(problem.ranks, problem.workload.layers), 1, -1):
-            members, rest = divmod(problem.ranks, stages)
-            if not rest:
-                for chunks in dict.fromkeys((4 * stages, 4 * problem.ranks, 1)):
-                    if chunks * members**2 <= MOST_PAIRS:
-                        yield cls(stages, chunks)
+        for stages in _fitting(problem)[:0:-1]:
+            for chunks in dict.fromkeys((4 * stages, 4 * problem.ranks, 1)):
+                if chunks * (problem.ranks // stages) ** 2 <= MOST_PAIRS:
+                    yield cls(stages, chunks)
 
     @classmethod
     def absent(cls, problem: Problem) -> str:
@@ -191,14 +189,9 @@ class GNNPipe(Strategy):
         )
 
     def settle(self, problem: Problem) -> Self:
-        layers, stages = problem.workload.layers, self.stages
-        if stages is None:
-            stages = next(
-                s for s in range(min(problem.ranks, layers), 0, -1) if problem.ranks % s == 0
-            )
-        chosen = replace(
-            self, stages=stages, chunks=4 * stages if self.chunks is None else self.chunks
-        )
+        stages = _fitting(problem)[-1] if self.stages is None else self.stages
+        chunks = 4 * stages if self.chunks is None else self.chunks
+        chosen = replace(self, stages=stages, chunks=chunks)
         if chosen.layers_per_stage is None and chosen.suits(problem):
             seconds = layer_seconds(chosen, problem)
             return replace(chosen, layers_per_stage=balance(seconds, stages))
@@ -216,9 +209,7 @@ class GNNPipe(Strategy):
                 f" stages <= {layers}"
             )
         if problem.ranks % stages:
-            fit = ", ".join(
-                str(s) for s in range(1, min(problem.ranks, layers) + 1) if problem.ranks % s == 0
-            )
+            fit = ", ".join(map(str, _fitting(problem)))
             raise SpecError(
                 f"gnnpipe gives every stage equally many ranks (stages: {stages}, ranks:"
                 f" {problem.ranks}); use stages in {{{fit}}} or --ranks"
@@ -266,8 +257,7 @@ class GNNPipe(Strategy):
 
         def make() -> Program:
             chunks, seed = settled(self.chunks), problem.workload.seed
-            inputs, first = self.inputs_sent(problem), tuple(range(self.members(problem)))
-            setup = [Op("input_halo", work=Exchange(inputs), ranks=first)] * bool(inputs.any())
+            setup = self._setup(problem)
             return Program.of(
                 list(_step(self, problem)),
                 setup=lambda: setup,
@@ -315,24 +305,31 @@ class GNNPipe(Strategy):
         ends = pairwise(accumulate([1, *settled(self.layers_per_stage)]))
         return [Stage(self, problem, number, range(*each)) for number, each in enumerate(ends)]
 
-    def inputs_sent(self, problem: Problem) -> RankMatrix:
-        """Return the bytes of constant inputs that the first stage's members exchange [g, g]."""
-        cut = settled(self.chunks), self.members(problem)
-        read: RankMatrix = problem.chunks(*cut).sends.sum(0)
-        if problem.model.first_varying == 0 or not read.any():
-            nothing: RankMatrix = 0 * read
-            return nothing
+    def _setup(self, problem: Problem) -> list[Op]:
+        """Return the exchange of constant inputs among the first stage's members, if any."""
+        chunks, g = settled(self.chunks), self.members(problem)
+        sent = problem.chunks(chunks, g).sends.sum(0)  # rows [g, g]
+        if problem.model.first_varying == 0 or not sent.any():
+            return []
         if problem.graph is None:
-            return (read * problem.model.feature_transit_bytes(1)).round().astype(np.int64)
-        chunks = problem.cut(*cut)
-        received = [  # by each member, from each member
-            np.bincount(chunks.sub[halo] % len(read), problem.features_bytes(halo), len(read))
-            for halo in chunks.halos
-        ]
-        return np.stack(received, 1)
+            sent = (sent * problem.model.feature_transit_bytes(1)).round().astype(np.int64)
+        else:
+            cut = problem.cut(chunks, g)
+            received = [  # by each member, from each member [B]
+                np.bincount(cut.sub[halo] % g, problem.features_bytes(halo), g)
+                for halo in cut.halos
+            ]
+            sent = np.stack(received, 1)
+        return [Op("input_halo", work=Exchange(sent), ranks=tuple(range(g)))]
 
     def role(self, problem: Problem, rank: int) -> dict[str, int]:
         return {"stage": rank // self.members(problem)}
+
+
+def _fitting(problem: Problem) -> list[int]:
+    """Return the numbers of stages with a layer each and equally many ranks, 1 first."""
+    most = min(problem.ranks, problem.workload.layers)
+    return [stages for stages in range(1, most + 1) if problem.ranks % stages == 0]
 
 
 def _tied_across(problem: Problem, per_stage: Sequence[int]) -> tuple[int, int] | None:
@@ -606,19 +603,18 @@ def layer_seconds(pipe: GNNPipe, problem: Problem) -> list[float]:
     """
     whole = Stage(pipe, problem, 0, range(1, len(problem.model.layers) + 1))
     model, cost, sent = whole.model, problem.cost, whole.facts.sends.mean(0)
-
-    def seconds_of(layer: int) -> float:
+    seconds = dict[object, float]()  # by the kind of the layer's work
+    for layer in whole.layers:
+        if (kind := whole.kind_of((layer,))) in seconds:
+            continue
         pieces = [(0,), (layer,)] if layer == 1 and model.encoder else [(layer,)]
         works = [work for piece in pieces for work in whole.work(piece)]
         computing = sum(float(np.mean(cost.compute_s(work))) for work in works)
-        width = whole.exchanged((layer,)) * model.itemsize
-        matrices = (sent, sent.T) if width and sent.any() else ()
-        exchanging = sum(float(cost.exchange(rows * width, whole.ranks).alone) for rows in matrices)
-        return computing * cost.cores.full_load_slowdown + exchanging
-
-    kinds = [whole.kind_of((layer,)) for layer in whole.layers]
-    seconds_by_kind = {kind: seconds_of(kinds.index(kind) + 1) for kind in {*kinds}}
-    return [seconds_by_kind[kind] for kind in kinds]
+        seconds[kind] = computing * cost.cores.full_load_slowdown
+        if (width := whole.exchanged((layer,)) * model.itemsize) and sent.any():
+            for rows in (sent, sent.T):
+                seconds[kind] += float(cost.exchange(rows * width, whole.ranks).alone)
+    return [seconds[whole.kind_of((layer,))] for layer in whole.layers]
 
 
 def balance(seconds: Sequence[float], stages: int) -> tuple[int, ...]:

@@ -470,40 +470,33 @@ def _step(problem: Problem, grid: Grid) -> Iterator[Op]:
 
     def exchange(
         axis: Axis, op: str, direction: str, layer: int | None, left: np.ndarray, right: np.ndarray
-    ) -> Op:
-        """Return an exchange along an axis of left[i] * right[j] numbers from rank i to rank j."""
-        # the first rank of each rank's group identifies the group
-        first = np.arange(grid.ranks) - grid.places(axis) * grid.stride(axis)
-        return Op(op, direction, layer, work=Exchange(Outer(left, right, first), b))
-
-    def gather_weights(tiles: Tiles, direction: str) -> Iterator[Op]:
-        if grid.size(tiles.axes.rows) > 1:
-            kept = tiles.kept_weights
-            yield exchange(tiles.axes.rows, "gather_weights", direction, tiles.layer, kept, ones)
+    ) -> Iterator[Op]:
+        """Yield an exchange along an axis of left[i] * right[j] numbers from rank i to rank j, if
+        needed."""
+        if grid.size(axis) > 1:
+            # the first rank of each rank's group identifies the group
+            first = np.arange(grid.ranks) - grid.places(axis) * grid.stride(axis)
+            yield Op(op, direction, layer, work=Exchange(Outer(left, right, first), b))
 
     for tiles in layers:
-        layer, axes = tiles.layer, tiles.axes
+        layer, axes, kept = tiles.layer, tiles.axes, tiles.kept_weights
         if tiles.is_summed:
             held = tiles.held_to_aggregate
             yield Op("aggregate", "f", layer, work=tiles.aggregate(), holds=held)
             yield from along(axes.sources, "sum_aggregates", "f", layer, tiles.rows * tiles.summed)
-        yield from gather_weights(tiles, "f")
+        yield from exchange(axes.rows, "gather_weights", "f", layer, kept, ones)
         yield Op("forward", layer=layer, work=tiles.forward(), holds=partial(keeps, tiles.outputs))
         yield from along(axes.columns, "sum_outputs", "f", layer, tiles.rows * tiles.h_out)
-    several = grid.size(last.axes.sources) > 1
-    if several:
-        yield exchange(last.axes.sources, "to_rows", "f", None, last.h_out, last.whole_rows)
+    yield from exchange(last.axes.sources, "to_rows", "f", None, last.h_out, last.whole_rows)
     # logits and their gradients, as tiles and as whole rows, which have as many numbers
     held_by_loss = partial(OpMemory, 4 * last.outputs, 0.0)
     yield Op("loss", work=finish(problem, last.whole_rows, None), holds=held_by_loss)
-    if several:
-        yield exchange(last.axes.sources, "to_columns", "b", None, last.whole_rows, last.h_out)
+    yield from exchange(last.axes.sources, "to_columns", "b", None, last.whole_rows, last.h_out)
     for tiles in reversed(layers):
-        layer, axes = tiles.layer, tiles.axes
-        yield from gather_weights(tiles, "b")
+        layer, axes, kept = tiles.layer, tiles.axes, tiles.kept_weights
+        yield from exchange(axes.rows, "gather_weights", "b", layer, kept, ones)
         yield Op("backward", layer=layer, work=tiles.backward(), holds=tiles.held_backward)
-        if grid.size(axes.rows) > 1:
-            yield exchange(axes.rows, "scatter_weights", "b", layer, ones, tiles.kept_weights)
+        yield from exchange(axes.rows, "scatter_weights", "b", layer, ones, kept)
         if tiles.varies:
             yield from along(axes.sources, "sum_aggregates", "b", layer, tiles.rows * tiles.summed)
             held = tiles.held_to_aggregate_back

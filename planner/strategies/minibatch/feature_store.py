@@ -305,13 +305,13 @@ def feature_store(
     shared: as the knobs `hot`, `features` and `shared_cache`.
     """
     spread = features == "spread" and problem.server_count > 1
-    everything, widths = range(problem.model.features), {len(each.columns) for each in slices}
+    everything = range(problem.model.features)
     read = slices or tuple(Slice((rank,), everything) for rank in range(problem.ranks))
     # in one group, a row is in the memory of its owner's server
     one_group = len(set(batches.groups)) == 1 < problem.ranks
 
     def estimated() -> Features:
-        widest = max(widths, default=len(everything))
+        widest = max(len(each.columns) for each in read)
         rows = min(cache // (widest * problem.model.itemsize), problem.stats.vertices)
         over_servers = spread and not one_group
         groups, stats = batches.groups, problem.stats

@@ -363,11 +363,7 @@ class P3(OnBatches):
         own_sliced = np.array([sliced * len(each) / model.features for each in columns])
         own = model.weights - sliced + own_sliced
         copied = {each: _columns_copied(problem, each) for each in set(columns)}
-        waiting, elsewhere = 0, 0.0 * own
-        if not self.prefetch:
-            elsewhere = supply.peak(supply.sampling_peak)
-        elif problem.on_cpu:  # with GPUs batches wait in the server's memory
-            waiting = self.prefetch
+        waiting = self.prefetch * problem.on_cpu  # with GPUs batches wait in the server's memory
         blocks = supply.peak(lambda batch: BatchOps(self, problem, batch).blocks())
         return Resident(
             {
@@ -382,7 +378,6 @@ class P3(OnBatches):
             weights=own,
             groups=[*self.twins(problem), *self.rails(problem)],
             code=machine_code(problem, PIECES),
-            elsewhere=elsewhere,
         )
 
 
@@ -424,9 +419,7 @@ def _lines(servers: PerRank, over: str | None) -> list[Group]:
     """Return groups of possible peers: ranks at the same position of every server, or all."""
     if over == "rank":
         return [tuple(range(len(servers)))]
-    by_server: dict[int, list[int]] = {}
-    for rank, server in enumerate(servers):
-        by_server.setdefault(server, []).append(rank)
+    by_server = grouped(range(len(servers)), servers.__getitem__)
     lines = zip_longest(*by_server.values())  # None where a server has fewer ranks
     return [tuple(sorted(rank for rank in line if rank is not None)) for line in lines]
 

@@ -283,19 +283,22 @@ class Supply:
     # -- memory --------------------------------------------------------------------------------
 
     def resident(self) -> Resident:
-        """Return what ranks have besides a step's tensors and graph data in servers' memories."""
+        """Return what ranks have besides a step's tensors and graph data in servers' memories.
+
+        A sampler in line is done before the step, which needs more memory in all known cases.
+        """
         problem, store, on_cpu = self.problem, self.store, self.problem.on_cpu
         features = self.peak(partial(constant_bytes, problem))
-        graph, sampling = self.peak(partial(blocks_bytes, problem)), self.peak(self.sampling_peak)
+        graph = self.peak(partial(blocks_bytes, problem))
         elsewhere = buffers = 0.0 * features
         if not self.is_plain:
             elsewhere = features + self.peak(self._arriving)
         if self.prefetch:  # sampler processes have their own memory, and the next batch is loaded
-            buffers = np.maximum(sampling - graph, 0.0) * self.lays_there
+            if self.lays_there:
+                sampling = self.peak(partial(held_by_sampler, problem))
+                buffers = np.maximum(sampling - graph, 0.0)
             features = 2.0 * features
             graph = graph * (2 + self.prefetch * on_cpu)
-        else:
-            elsewhere = np.maximum(elsewhere, sampling - graph)
         cache = 0.0 * features + store.held(problem)
         if self.picks_there:
             cache = cache + PLACE_IN_CACHE * problem.stats.vertices
@@ -334,17 +337,6 @@ class Supply:
         loads = self.loads(batch)
         buffers = loads.host + loads.hits + loads.fetched.sum(0) + loads.fetched.sum(1)
         return np.asarray(buffers, dtype=float)
-
-    def sampling_peak(self, batch: MiniBatch) -> np.ndarray:
-        """Return the peak bytes of a sampler in a rank's own memory [ranks].
-
-        With a GPU a sampler's data are in the server's memory, unless the GPU lays out its batches.
-        """
-        if self.problem.on_cpu:
-            return self._on_host(batch)
-        if self.lays_there:
-            return held_by_sampler(self.problem, batch)
-        return np.zeros(self.problem.ranks)
 
     def _on_host(self, batch: MiniBatch) -> np.ndarray:
         """Return the bytes of drawn edges, and the peak while layers are laid out in turn [ranks].

@@ -191,7 +191,7 @@ class _Account:
                 self.reported[*_reported(op), number] += times
         self.lag, self.samplers = program.lag, program.samplers
         self.exchanges = [n for n, op in enumerate(self.ops) if isinstance(op.work, Exchange)]
-        self.path = path_of(problem.cache, program, known, numbers)
+        self.path = path_of(program, known, numbers)
         self.overlaps = bool(program.lag or program.lead or program.order)  # steps, in time
         self.in_stages = any(op.ranks for op in self.ops)
         representatives = None if self.in_stages else distinct_ranks(problem, self.ops)

@@ -38,7 +38,7 @@ import numpy as np
 from gnnplan.planner.cluster.compute import SharedCores
 from gnnplan.planner.cluster.cost import Transfer
 from gnnplan.planner.cluster.ports import busiest
-from gnnplan.planner.problem.problem import Cache, Problem
+from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.program.program import (
     AllReduce,
     Kind,
@@ -161,25 +161,32 @@ def bytes_of(
 
 
 FEW = 9  # steps that represent an epoch of equal steps: its begin, its middle and its end
-PATHS = 256  # number of orders of steps whose dependencies are kept
 LEAD = 2  # steps; a longer lead of the sampler changes no step's duration
 Prices = Sequence[Price]  # of each kind of operation, by the kind's number
 
 
 def path_of(
-    cache: Cache, program: Program, known: Sequence[Hashable], numbers: Mapping[Kind, int]
+    program: Program, known: Sequence[Hashable], numbers: Mapping[Kind, int]
 ) -> _Stages | _Steps:
     """Return the dependencies of an epoch, whose duration can be computed for several prices.
 
-    known: names of the epoch's known steps. numbers: kind of operation -> its number. cache: keeps
-    the dependencies, which are those of all programs with the same operations in the same order.
+    known: names of the epoch's known steps. numbers: kind of operation -> its number.
     """
     if any(op.over_chunks for op in program.ops(known[0])):
         return _Stages(program.step(0), numbers)
-    return _Steps(cache, program, known, numbers)
+    return _Steps(program, known, numbers)
 
 
 # -- steps
+
+
+class _Begin(NamedTuple):
+    """The conditions under which an operation begins; operations are places in the queue."""
+
+    kind: int  # number of the operation's kind
+    after: list[int]  # operations that must have ended
+    # of a transfer: for each other lane the transfers that may run, in order
+    overlapping: list[list[int]]
 
 
 class _Steps:
@@ -189,41 +196,58 @@ class _Steps:
     only bring the overlap to its steady state and are not counted. A step ends with its last
     operation, or with its loss if `Program.by_loss`. In place of k samplers that take turns, one
     sampler is k times as fast.
+
+    begins: when each operation begins. Dependencies that follow from other dependencies are left
+    out; mostly one remains. ends: the operations that end each step.
     """
 
     def __init__(
-        self,
-        cache: Cache,
-        program: Program,
-        known: Sequence[Hashable],
-        numbers: Mapping[Kind, int],
+        self, program: Program, known: Sequence[Hashable], numbers: Mapping[Kind, int]
     ) -> None:
         names, self.weights, self.before = _played(program, known)
         steps, epoch = len(self.weights) + program.lag, len(names)
         if program.order and len(known) < program.steps:  # no counted step ends an epoch or the run
             steps, epoch = steps + program.in_flight, program.steps + steps + program.in_flight
-        unlike = list(dict.fromkeys(names))
-        cycle = tuple(map(unlike.index, names))
-        outlines = tuple(tuple(map(_outline, program.ops(name))) for name in unlike)
-        order = program.lag, program.lead, program.order
-        self.begins, self.ends = cache.get_recent(
-            "dependencies",
-            (outlines, cycle, steps, epoch, order),
-            lambda: _begins(program, [program.ops(name) for name in unlike], cycle, steps, epoch),
-            most=PATHS,
-        )
-        kinds = [[numbers[op.kind] for op in program.ops(name)] for name in unlike]
-        self.kinds = [kinds[begin.step][begin.op] for begin in self.begins]
-        ops = (op for name in dict.fromkeys(known) for op in program.ops(name))
+        played = replace(program, at=lambda t: names[t % len(names)], steps=epoch)
+        ops = [op for name in dict.fromkeys(known) for op in program.ops(name)]
         self.sampled = {numbers[op.kind] for op in ops if op.lane == "host"}
         self.samplers = program.samplers
+        # over: for each operation a bit mask of the operations that have ended when it begins
+        self.begins, over = list[_Begin](), list[int]()
+        last: dict[Label | str, int] = {}  # label -> place; lane -> place of its last operation
+        ends = defaultdict[int, dict[str, int]](dict)  # step -> lane -> its last operation
+        # (lane, other lane) -> transfers of the other lane that the lane's next one may overlap
+        lanes = dict.fromkeys(op.lane for op in ops if op.moves)
+        overlapping = {pair: list[int]() for pair in permutations(lanes, 2)}
+
+        def latest(places: set[int]) -> list[int]:
+            """Return the places that no other of these places depends on."""
+            if len(places) < 2:
+                return [*places]
+            before = reduce(or_, (over[place] for place in places), 0)
+            return [place for place in places if not before >> place & 1]
+
+        for place, (op, step, after, _) in enumerate(queue(played, steps)):
+            awaited = latest({last[name] for name in (*after, op.lane) if name in last})
+            over.append(reduce(or_, (over[other] | 1 << other for other in awaited), 0))
+            last[op.label(step)] = last[op.lane] = place
+            others = list[list[int]]()
+            for lane in (each for each in lanes if op.moves and each != op.lane):
+                there = [each for each in overlapping[op.lane, lane] if not over[place] >> each & 1]
+                others.append(there)
+                overlapping[op.lane, lane] = there.copy()
+                overlapping[lane, op.lane].append(place)
+            self.begins.append(_Begin(numbers[op.kind], awaited, others))
+            if op.op == "loss" or not program.by_loss:
+                ends[step][op.lane] = place
+        self.ends = [latest(set(by_lane.values())) for by_lane in ends.values()]
 
     def seconds(self, cores: SharedCores, prices: Prices) -> Number:
         """Return the duration of the epoch in steady state, for these prices [s]."""
         if self.samplers > 1:
             share = 1 / self.samplers
             prices = [p.times(share if i in self.sampled else 1.0) for i, p in enumerate(prices)]
-        ends = [0.0, *_ends_s(cores, self.kinds, self.begins, self.ends, prices)]
+        ends = [0.0, *_ends_s(cores, self.begins, self.ends, prices)]
         counted = range(self.before, len(self.weights))
         return total((ends[step + 1] - ends[step]) * self.weights[step] for step in counted)
 
@@ -251,68 +275,6 @@ def _played(program: Program, known: Sequence[Hashable]) -> tuple[list[Hashable]
     return names, weights, before
 
 
-def _outline(op: Op) -> Hashable:
-    """Return what an operation's dependencies depend on: all but its amounts."""
-    how = op.overlaps_backward, op.ahead, op.idle
-    return op.op, op.direction, op.layer, type(op.work), *how, op.phase, op.chunk
-
-
-class _Begin(NamedTuple):
-    """The conditions under which an operation begins; operations are places in the queue."""
-
-    step: int  # which of the unlike steps the operation is of
-    op: int  # its place in the step
-    after: list[int]  # operations that must have ended
-    # of a transfer: for each other lane the transfers that may run, in order
-    overlapping: list[list[int]]
-
-
-def _begins(
-    program: Program, unlike: Sequence[Step], cycle: Sequence[int], steps: int, epoch: int
-) -> tuple[list[_Begin], list[list[int]]]:
-    """Return when each operation of `steps` steps begins, and the operations that end each step.
-
-    Dependencies that follow from other dependencies are left out; mostly one remains.
-
-    unlike: the program's unlike steps. cycle: which of them the steps are, one after the other.
-    epoch: steps of an epoch.
-    """
-    place_of = [{op.label(0): place for place, op in enumerate(step)} for step in unlike]
-    shortened = replace(
-        program, at=lambda t: cycle[t % len(cycle)], ops=unlike.__getitem__, steps=epoch
-    )
-    # over: for each operation a bit mask of the operations that have ended when it begins
-    begins, over = list[_Begin](), list[int]()
-    last: dict[Label | str, int] = {}  # label -> place; lane -> place of its last operation
-    ends = defaultdict[int, dict[str, int]](dict)  # step -> lane -> place of its last operation
-    # (lane, other lane) -> transfers of the other lane that the lane's next transfer may overlap
-    lanes = dict.fromkeys(op.lane for step in unlike for op in step if op.moves)
-    overlapping = {pair: list[int]() for pair in permutations(lanes, 2)}
-
-    def latest(places: set[int]) -> list[int]:
-        """Return the places that no other of these places depends on."""
-        if len(places) < 2:
-            return [*places]
-        before = reduce(or_, (over[place] for place in places), 0)
-        return [place for place in places if not before >> place & 1]
-
-    for place, (op, step, after, _) in enumerate(queue(shortened, steps)):
-        awaited = latest({last[name] for name in (*after, op.lane) if name in last})
-        over.append(reduce(or_, (over[other] | 1 << other for other in awaited), 0))
-        last[op.label(step)] = last[op.lane] = place
-        name = cycle[step % len(cycle)]
-        others = list[list[int]]()
-        for lane in (each for each in lanes if op.moves and each != op.lane):
-            there = [each for each in overlapping[op.lane, lane] if not over[place] >> each & 1]
-            others.append(there)
-            overlapping[op.lane, lane] = there.copy()
-            overlapping[lane, op.lane].append(place)
-        begins.append(_Begin(name, place_of[name][op.label(0)], awaited, others))
-        if op.op == "loss" or not program.by_loss:
-            ends[step][op.lane] = place
-    return begins, [latest(set(by_lane.values())) for by_lane in ends.values()]
-
-
 class _Moment(NamedTuple):
     """The time at which each rank is ready: `synced` plus `delays` plus the seconds of `work`."""
 
@@ -329,7 +291,6 @@ class _Moment(NamedTuple):
 
 def _ends_s(
     cores: SharedCores,
-    kinds: Sequence[int],
     begins: Sequence[_Begin],
     ends: Iterable[Iterable[int]],
     prices: Prices,
@@ -368,7 +329,7 @@ def _ends_s(
 
     ended = list[_Moment]()  # place -> end of the operation
     began = dict[int, Number]()  # place -> begin of the transfer [s]
-    for place, (kind, (*_, after, overlapping)) in enumerate(zip(kinds, begins, strict=True)):
+    for place, (kind, after, overlapping) in enumerate(begins):
         price = prices[kind]
         start = reduce(or_later, [ended[other] for other in after] or [_Moment()])
         if not price.is_transfer:
@@ -377,20 +338,20 @@ def _ends_s(
         began[place] = begin = of_all(start)
         end = begin + price.seconds
         for others in overlapping:
-            shares = crowding(kind, frozenset(kinds[other] for other in others))
+            shares = crowding(kind, frozenset(begins[other].kind for other in others))
             free: Number = 0.0  # time at which the other lane is free
             for other in others if shares else ():
                 both = (ended[other].synced > begin) & (began[other] < np.maximum(end, free))
                 if not (both.any() if isinstance(both, np.ndarray) else both):
                     continue
-                other_price = prices[kinds[other]]
+                other_price = prices[begins[other].kind]
                 delay = np.maximum(free - began[other], 0.0)
                 began[other], until = began[other] + delay, ended[other].synced + delay
                 ports_from = np.maximum(
                     begin + price.transfer.latency, began[other] + other_price.transfer.latency
                 )
                 common = np.maximum(np.minimum(until, end) - ports_from, 0.0)
-                lost = common * shares[kinds[other]]
+                lost = common * shares[begins[other].kind]
                 free, end = until + lost, end + lost
                 ended[other] = _Moment(free)
         ended.append(_Moment(end))

@@ -32,7 +32,7 @@ import numpy as np
 
 from gnnplan.planner.gnn.model import OpMemory
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.vocabulary.numbers import ByContent, Group, RankMatrix
+from gnnplan.planner.vocabulary.numbers import ByContent, Group, RankMatrix, grouped
 from gnnplan.planner.vocabulary.schedule import (
     Collective,
     Compute,
@@ -172,8 +172,7 @@ class QueuedOp(NamedTuple):
 
 
 # A function that orders the operations of a program's steps, the first so many, which overlap. The
-# order depends on the operations' names, not on the amounts of their work. So programs whose
-# operations have equal names have the same dependencies, which are found once (price.py).
+# order depends on the operations' names, not on the amounts of their work.
 Order = Callable[["Program", int], Iterator[QueuedOp]]
 
 
@@ -275,10 +274,7 @@ def queue(program: Program, steps: int) -> Iterator[QueuedOp]:
 
 def ops_by_group(step: Step) -> dict[Group, list[Op]]:
     """Return the operations of each group of ranks, in order."""
-    groups: dict[Group, list[Op]] = {}
-    for op in step:
-        groups.setdefault(op.ranks, []).append(op)
-    return groups
+    return grouped(step, lambda op: op.ranks)
 
 
 def _chunk_by_chunk(ops: Iterable[Op], chunks: Sequence[int]) -> Iterator[tuple[Op, int | None]]:
@@ -351,8 +347,7 @@ def build_schedule(problem: Problem, program: Program, steps: int) -> Schedule:
 
 def at_rank(label: Label, rank: int) -> Label:
     """Return the label with its `peer`, a distance, replaced by the rank at that distance."""
-    op, step, direction, layer, chunk, distance = label  # label._replace takes three times as long
-    return label if distance is None else Label(op, step, direction, layer, chunk, rank + distance)
+    return label if label.peer is None else label._replace(peer=rank + label.peer)
 
 
 def _waits(
