@@ -159,7 +159,7 @@ class Copy(LocalWork):
     """A copy between a server's memory and the device."""
 
     nbytes: Any  # a number, or an array [ranks] [B]
-    packed: Any = 0  # part of `nbytes` that the host first gathers into one buffer [B]
+    packed: Any = 0  # bytes that the host first gathers into one buffer, or as long works on [B]
     calls: int = 0  # calls of the framework besides the copy
     search: Any = 0.0  # edges that a sampler draws in the time in which the host finds the rows
     vertices: int = 0  # among which it finds them
