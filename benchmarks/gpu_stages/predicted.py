@@ -88,6 +88,7 @@ def _of_peers(setting: Setting, row: Row) -> Problem:
     vertices, model, _, batches = row["vertices"], *row["model"].partition(", ")
     facts = {"name": "drawn", "source": "", "hash": "", "multilabel": False, "known": False}
     facts |= {"features": FEATURES, "classes": CLASSES, "train_vertices": vertices // 2}
+    facts["batch_spread"] = 0.0, 0.0  # random neighbours
     more = {"model": model, "dropout": row["dropout"]}
     more |= question.batches(setting) if batches else {}
     cluster = question.cluster(setting, 1)
