@@ -36,10 +36,16 @@ from gnnplan.planner.gnn.model import describe, layer_memory, structure_work
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.formats import convert
 from gnnplan.planner.graph.graph import CsrEdges
+from gnnplan.planner.graph.load import load
+from gnnplan.planner.problem.inputs import read_cluster
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies import parse
+from gnnplan.planner.strategies.minibatch.supply import OPENING
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.testing import runs
 from gnnplan.testing.ranks import Case
 
+SMALL = "synthetic:community?vertices=300&edges=3000&features=64&classes=16&seed=0"
 ROWS, SOURCES, EDGES, FEATURES, CLASSES = 3_000, 4_500, 45_000, 64, 16
 GRAPH = GraphFields(FEATURES, CLASSES)
 MODULES = {
@@ -143,6 +149,22 @@ def test_what_differs_on_a_gpu_is_counted_there(tmp_path):
         for batches, model in zip(of_batches, (core, gpu), strict=True)
     ]
     assert more == [calls, 0]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "more", "calls"),
+    [
+        ("offload(chunks=2)", {}, 0),
+        ("data_parallel", {"mode": "mini", "batch": 32}, OPENING["cuda"]),
+    ],
+)
+def test_a_gpus_host_makes_tensors_of_edges_with_each_load(strategy, more, calls, tmp_path):
+    user, graph = module(tmp_path, MODULES["gat"])[0], load(SMALL)
+    workload = with_module(Workload(**more), user, [])
+    problem = Problem(graph.stats, graph, workload, read_cluster("h200"))
+    settled = parse(strategy).settle(problem)
+    loads = [t.work for t in settled.schedule(problem, 1).tasks if t.label.op == "load"]
+    assert loads and all(each.calls > calls and each.packed > 0 for each in loads)
 
 
 @pytest.mark.slow
