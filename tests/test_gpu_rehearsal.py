@@ -285,8 +285,8 @@ def test_predictions_of_recorded_rows_have_not_become_worse(gpu):
     """Mean errors of epochs and of memory; docs/gpu.md tells why those of some rows are large."""
     from gpu_stages.predicted import errors, predictions
 
-    most = {"one": 0.12, "shared": 0.38, "further": 0.40, "modules": 0.40, "peers": 0.30}
-    most_memory = {"one": 0.05, "shared": 0.15, "further": 0.12, "modules": 0.07}
+    most = {"one": 0.16, "shared": 0.38, "further": 0.28, "modules": 0.20, "peers": 0.25}
+    most_memory = {"one": 0.05, "shared": 0.15, "further": 0.12, "modules": 0.05}
     found = errors(predictions())
     assert len(found) == len(most) + len(most_memory)
     for (stage, what), each in found.items():

@@ -13,4 +13,4 @@
 
 Beneath them are record.py (a stage's JSON), clock.py (seconds of kernels), graphs.py (graphs made
 on the device), question.py (what is trained), wheels.py (what the machine may lack) and table.py
-(pages made of the JSON)."""
+(pages made of the JSON). predicted.py predicts what was recorded on an H200."""

@@ -47,13 +47,13 @@ class Predicted(NamedTuple):
     memory: tuple[float, float] | None  # [B]
 
 
-def recorded(stages: tuple[str, ...]) -> dict[tuple[str, str], Row]:
+def recorded() -> dict[tuple[str, str], Row]:
     """Return the last row of each stage and case; an epoch as one CUDA graph is the epoch."""
     rows = dict[tuple[str, str], Row]()
     for run in json.loads((TRACES / "gpu" / "h200.json").read_text("utf-8"))["runs"]:
         for name, of_stage in run.items():
             stage = name.partition(",")[0]
-            for row in of_stage if stage in stages else ():
+            for row in of_stage if stage in STAGES else ():
                 if stage == "peers":
                     what = f"{row['by']}, {row['model']}, {row['edges']} edges, {row['dropout']}"
                     row = {**row, "case": what, "memory_bytes": None}  # of other trainings too
@@ -62,14 +62,15 @@ def recorded(stages: tuple[str, ...]) -> dict[tuple[str, str], Row]:
     return rows
 
 
-def predictions(stages: tuple[str, ...] = STAGES) -> Iterator[Predicted]:
+def predictions() -> Iterator[Predicted]:
+    """Predict the recorded rows of the stages, each as its stage plans it."""
     with TemporaryDirectory() as folder:
         setting = Setting(Path(folder), "cuda")
         preset = yaml.safe_load((PRESETS / "h200.yaml").read_text("utf-8"))
         links = {"intra_node": LINK, "inter_node": LINK}
         (setting.out / "cluster.yaml").write_text(json.dumps(preset | links), "utf-8")
         cases = {str(each): each for of in training.cases(setting).values() for each in of}
-        for (stage, name), row in recorded(stages).items():
+        for (stage, name), row in recorded().items():
             if stage != "peers":
                 plan = training.planned(setting, cases[name])
                 problem, strategy = plan.problem, trainable(plan.problem, chosen(plan.document))
@@ -88,6 +89,7 @@ def _of_peers(setting: Setting, row: Row) -> Problem:
     vertices, model, _, batches = row["vertices"], *row["model"].partition(", ")
     facts = {"name": "drawn", "source": "", "hash": "", "multilabel": False, "known": False}
     facts |= {"features": FEATURES, "classes": CLASSES, "train_vertices": vertices // 2}
+    facts["batch_spread"] = 0.0, 0.0  # random neighbours
     more = {"model": model, "dropout": row["dropout"]}
     more |= question.batches(setting) if batches else {}
     cluster = question.cluster(setting, 1)

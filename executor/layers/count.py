@@ -38,6 +38,7 @@ WORDS = {
     "gemm_bytes": "gemm bytes",
     "elementwise_bytes": "elementwise bytes",
     "gathers": "gathers",
+    "maxima": "maxima",
     "products": "products",
     "forward_events": "allocated tensors",
     "backward_events": "allocated tensors",
@@ -87,6 +88,7 @@ class Work:
     gemm_bytes: float = 0.0
     elementwise_bytes: float = 0.0
     gathers: list[dict[str, Any]] = field(default_factory=list)
+    maxima: float = 0.0
     launches: int = 0
 
     def add_indexed(self, name: str, args: tuple[Any, ...], outputs: Sequence[Tensor]) -> bool:
@@ -104,6 +106,7 @@ class Work:
             self.elementwise_bytes += 2.0 * outputs[0].nbytes + INDEX * len(outputs[0])
         elif name.rstrip("_") in PUTS and (rows := _most_rows(args[1:])):
             width = max(1, outputs[0].numel() // max(1, len(outputs[0])))
+            self.maxima += rows * (args[4:5] in (("amax",), ("amin",)))
             if width < VECTOR:
                 self.elementwise_bytes += PUT_PASSES * rows * width * outputs[0].itemsize
             else:
@@ -153,12 +156,12 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.part != "structure" and _reads_host(func, args):
             self.reads_host = True
         events = self.events[self.part]
-        events += [(size, self.part) for size in casts]
+        events += [(size, f"{self.part} cast") for size in casts]
         for tensor in outputs:
             storage = tensor.untyped_storage()
             if storage not in storages and storage not in self.known:
                 self._record_allocation(storage)
-        events += [(-size, self.part) for size in casts]
+        events += [(-size, f"{self.part} cast") for size in casts]
         is_view = outputs and not func._schema.is_mutable
         is_view = is_view and all(t.untyped_storage() in storages for t in outputs)
         if not is_view:
@@ -279,7 +282,14 @@ def _observed(notes: Notes) -> dict[str, Any]:
 
     def events(*parts: str) -> list[dict[str, Any]]:
         born = [event for part in parts for event in notes.events[part]]
-        return [{"bytes": float(n), "of_gather": by.startswith("gather")} for n, by in born]
+        return [
+            {
+                "bytes": float(n),
+                "of_gather": by.startswith("gather"),
+                "cast": by.endswith("cast"),
+            }
+            for n, by in born
+        ]
 
     return {
         "products": notes.products,

@@ -70,8 +70,16 @@ class Curve(NamedTuple):
 class Roofline:
     """The seconds that work takes on a device, by its rates."""
 
-    def __init__(self, device: Device, degree_spread: float, exchange_bandwidth: Number) -> None:
+    def __init__(
+        self,
+        device: Device,
+        degree_spread: float,
+        exchange_bandwidth: Number,
+        call_s: Number = np.inf,
+    ) -> None:
         self.device = device
+        # a framework operation outside autograd, which takes no longer than one inside [s]
+        self.call_s: Number = np.minimum(call_s, device.launch)
         self.degree_spread = degree_spread  # standard deviation of a degree's logarithm
         self.exchange_bandwidth = exchange_bandwidth  # of transfers that overlap computation [B/s]
         # logarithms of the row widths at which aggregation was measured, and a curve per width
@@ -89,7 +97,7 @@ class Roofline:
         """Return the duration of a piece of work on a device that does nothing else [s].
 
         The duration is the sum over kinds of work, each limited by arithmetic or by memory, plus a
-        fixed time per launched framework operation.
+        fixed time per framework operation.
         """
         device, bandwidth = self.device, self.device.memory_bandwidth
         multiplying = work.flops / device.gemm
@@ -98,7 +106,8 @@ class Roofline:
         # On a GPU some warps compute while others wait for memory; a CPU core does one at a time.
         on_gpu = device.kind == "cuda"
         seconds: Number = np.maximum(multiplying, reading) if on_gpu else multiplying + reading
-        seconds = seconds + work.elementwise_bytes / bandwidth + work.launches * device.launch
+        seconds = seconds + work.elementwise_bytes / bandwidth
+        seconds = seconds + work.launches * device.launch + work.calls * self.call_s
         hashes, edges = device.hash_rate, device.edge_rate
         hashes = bandwidth / HASH_BYTES if hashes is None else hashes
         edges = bandwidth / (EDGE_ACCESSES * work.itemsize) if edges is None else edges

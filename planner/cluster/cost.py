@@ -271,7 +271,7 @@ class Cost:
         self.ports = MessagePorts(cluster, self.places, self.cores)
         self.all_reduces = AllReduces(self.ports, self.placement)
         bandwidth = self.ports.link("exchange", "intra_node").bandwidth
-        self.roofline = Roofline(cluster.device, spread, bandwidth)
+        self.roofline = Roofline(cluster.device, spread, bandwidth, self.call_s)
 
     def link_name(self, a: int, b: int) -> LinkName:
         """Return the name of the link between ranks a and b."""

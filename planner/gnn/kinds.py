@@ -69,6 +69,7 @@ class CountedWork(Spec):
     elementwise_bytes: Linear = NOTHING
     exponentials: Linear = NOTHING  # only in older plans: under half a per cent of a step
     gathers: tuple[CountedGather, ...] = ()
+    maxima: Linear = NOTHING  # rows that are put into maxima by index; also counted in the others
     launches: int = Field(0, ge=0)
 
 
@@ -86,6 +87,7 @@ class Event(Spec):
 
     bytes: Linear  # allocated [B]; negative for a release
     of_gather: bool  # happens before the layer's `update`, or in the backward pass of that part
+    cast: bool = False  # of the copy of an operand of another type, which only CPUs make
 
 
 class Structure(Spec):

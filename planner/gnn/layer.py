@@ -14,6 +14,7 @@ from gnnplan.planner.gnn.kinds import (
     KINDS,
     Counted,
     CountedWork,
+    Event,
     LayerSpec,
     Linear,
     Shapes,
@@ -66,6 +67,10 @@ BIAS: Both = (2, 1)
 RELU: Both = (2, 3)
 SCALED = 2  # multiplication by a number, or addition of one
 COPY = 2  # copy of rows into place, for example of gradients computed block by block
+# Bytes that a GPU moves while torch puts a row into a maximum: it compares and swaps, and rows of
+# one reader wait for each other. PyG's GraphSAGE with maxima took 1.7 ns per edge and layer more
+# than its other work, by itself on an H200 (alone_s in traces/gpu/h200.json; 50 edges per reader).
+MAXIMUM = 7500.0
 
 
 class Attention(NamedTuple):
@@ -517,25 +522,27 @@ def _counted(
     setting = ops.setting
     outside = setting.apart and counted.linear  # the gather, with its memory, is outside autograd
 
-    _add(ops.forward, counted.forward)
-    _add(ops.backward, counted.backward)
-    if setting.resamples:
-        _add(ops.forward, counted.structure.work)
-    for event in counted.forward_events:
-        ops.allocate(NOTHING if outside and event.of_gather else _amount(event.bytes))
+    def happens(event: Event) -> bool:
+        return not ((outside and event.of_gather) or (setting.on_gpu and event.cast))
+
+    _add(ops, ops.forward, counted.forward)
+    _add(ops, ops.backward, counted.backward)
+    if setting.resamples and not setting.on_gpu:  # else `structure_work` in model.py
+        _add(ops, ops.forward, counted.structure.work)
+    for event in filter(happens, counted.forward_events):
+        ops.allocate(_amount(event.bytes))
     for product in counted.products:
         ops.products.append(Product(product.h_in, product.h_out, setting.varies, (product.after,)))
     keeps = counted.keeps_inputs or counted.projects_first
-    events = (event for event in counted.backward_events if not (outside and event.of_gather))
     return ops.record(
         TensorAmount(ROWS, spec.h_out, True),
         () if outside else (prepared,),
         (prepared,) if keeps else (),
-        events=tuple(_amount(event.bytes) for event in events),
+        events=tuple(_amount(each.bytes) for each in filter(happens, counted.backward_events)),
     )
 
 
-def _add(work: Work, counted: CountedWork) -> None:
+def _add(ops: Operations, work: Work, counted: CountedWork) -> None:
     def on_read(linear: Linear) -> Amount:
         return _amount(linear, READ)
 
@@ -545,6 +552,8 @@ def _add(work: Work, counted: CountedWork) -> None:
         elementwise_bytes=on_read(counted.elementwise_bytes),
         hash_ops=on_read(counted.exponentials),
     )
+    if ops.setting.on_gpu:
+        work.add(elementwise_bytes=MAXIMUM * on_read(counted.maxima))
     work.launches += counted.launches
     work.gathers += [
         Gather(on_read(g.rows), g.width, on_read(g.among), on_read(g.into)) for g in counted.gathers

@@ -606,6 +606,19 @@ def block_bytes(
     return edges * (12 + weights) + 4 * (rows + sources) + LONG * sources + structure
 
 
+def structure_work(
+    model: Model, spec: LayerSpec, rows: Number, sources: Number, edges: Number
+) -> tuple[Number, int]:
+    """Return the work of a GPU's host on the edges of a block that a user's module reads.
+
+    The host makes tensors of edges, as self-loops or degrees, where a block comes to the GPU.
+    Returns the bytes of a buffer that takes as long to pack [B], and calls of the framework."""
+    if spec.counted is None or not model.on_gpu:
+        return 0.0, 0
+    work = spec.counted.structure.work
+    return amount(work.elementwise_bytes, rows, sources, edges) / 2, work.launches
+
+
 def decoder_memory(model: Model, own: Number) -> OpMemory:
     """Return the memory of decoding `own` rows of h_L; without a decoder they are the output."""
     if model.decoder is None:

@@ -120,7 +120,7 @@ AT_ONCE = 2**18  # numbers that a CPU packs or unpacks at a time, so that they s
 PACK_PASSES, UNPACK_PASSES, CODE_BYTES = 13, 5, 8.5
 # Passes to gather rows for peers, and to add received gradients to rows.
 GATHER_PASSES, ADD_PASSES = 2, 3
-PACK_LAUNCHES, UNPACK_LAUNCHES = 60, 12
+PACK_CALLS, UNPACK_CALLS = 60, 12
 # Bytes per number (PLACED, FETCHED) and passes (SORTED) of adaptive rows, packed bit width by bit
 # width: codes (half a byte per number) are cleared, padded and scattered to their positions, later
 # gathered from there, and the unpacked rows of a bit width are scattered to their positions.
@@ -223,7 +223,7 @@ class Codec:
         numbers = rows * width
         yield Compute(
             elementwise_bytes=(passes * itemsize + in_bytes) * numbers,
-            launches=PACK_LAUNCHES * (len(BITS) if self.adapts else 1),
+            calls=PACK_CALLS * (len(BITS) if self.adapts else 1),
             itemsize=itemsize,
             hash_ops=1.0 * numbers,
         )
@@ -240,7 +240,7 @@ class Codec:
         passes = UNPACK_PASSES + ADD_PASSES * added + SORTED * self.adapts
         yield Compute(
             elementwise_bytes=(passes * itemsize + in_bytes) * (rows * width),
-            launches=UNPACK_LAUNCHES * (len(BITS) if self.adapts else 1),
+            calls=UNPACK_CALLS * (len(BITS) if self.adapts else 1),
             itemsize=itemsize,
         )
 

@@ -25,6 +25,7 @@ _ADDED = (
     "gathers",
     "elementwise_bytes",
     "launches",
+    "calls",
     "overlapped_bytes",
     "gemm_bytes",
     "hash_ops",
@@ -137,6 +138,8 @@ class Compute(LocalWork):
     random_rows: tuple[tuple[Number, int], ...] = ()
     scattered: bool = False  # gathers read rows in random order
     of_batch: bool = False  # on a mini-batch's rows, which are new in each step
+    # framework operations outside autograd, which is most of an operation on a GPU's host
+    calls: float = 0.0
 
     def __add__(self, other: Compute) -> Compute:
         sums: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in _ADDED}
@@ -159,7 +162,7 @@ class Copy(LocalWork):
     """A copy between a server's memory and the device."""
 
     nbytes: Any  # a number, or an array [ranks] [B]
-    packed: Any = 0  # part of `nbytes` that the host first gathers into one buffer [B]
+    packed: Any = 0  # bytes that the host first gathers into one buffer, or as long works on [B]
     calls: int = 0  # calls of the framework besides the copy
     search: Any = 0.0  # edges that a sampler draws in the time in which the host finds the rows
     vertices: int = 0  # among which it finds them

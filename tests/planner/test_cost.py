@@ -85,6 +85,7 @@ def core_of(**changed: object) -> Cost:
         (Compute(flops=1e9, gemm_bytes=5e7), 1.0, 1.5),
         (Compute(elementwise_bytes=4e8), 4.0, 4.0),
         (Compute(flops=1e9, gemm_bytes=4e8), 4.0, 5.0),
+        (Compute(calls=4), 4e-5, 2.0),  # a GPU's host is quick without autograd
         # as six passes over memory
         (Compute(hash_ops=2e6), 0.48, 0.48),
         # as many for rows that are rounded: a hash has 64 bits whatever they have

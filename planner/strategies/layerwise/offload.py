@@ -75,6 +75,7 @@ from gnnplan.planner.gnn.model import (
     block_bytes,
     layer_memory,
     loss_memory,
+    structure_work,
 )
 from gnnplan.planner.gnn.trace import PIECES
 from gnnplan.planner.ownership.estimated import EstimatedLayout
@@ -197,9 +198,12 @@ class ChunkLayer:
         """Return the work of an operation, or None for an empty exchange."""
         n = self.n
         match op:
-            case "load" | "store":
-                nbytes = (self.loaded if op == "load" else self.stored)(direction)
-                return Copy(np.round(nbytes).astype(np.int64))
+            case "load":
+                nbytes = np.round(self.loaded(direction)).astype(np.int64)
+                spec = self.model.layers[self.layer - 1]
+                return Copy(nbytes, *structure_work(self.model, spec, *self.sizes))
+            case "store":
+                return Copy(np.round(self.stored(direction)).astype(np.int64))
             case "loss":
                 return finish(self.problem, n.rows, None)
             case "forward" | "backward":

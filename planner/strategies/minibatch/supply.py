@@ -21,7 +21,7 @@ from typing import Literal
 import numpy as np
 
 from gnnplan.planner.cluster.compute import SECTOR
-from gnnplan.planner.gnn.model import COUNTS_AT_ENDS, block_bytes
+from gnnplan.planner.gnn.model import COUNTS_AT_ENDS, block_bytes, structure_work
 from gnnplan.planner.gnn.trace import PIECES
 from gnnplan.planner.graph.part_folder import PartGraph
 from gnnplan.planner.graph.sampling import Ids
@@ -227,12 +227,15 @@ class Supply:
         if problem.cluster.device_sampler_rates:
             return Copy(features.astype(np.int64))
         blocks = self._block_bytes(facts)
-        packed = 0 if on_device or self.prefetch else blocks
+        packed = 0.0 * blocks if on_device or self.prefetch else blocks
+        opening = OPENING[problem.cluster.device.kind]
+        for spec, f in zip(problem.model.layers, facts, strict=True):
+            structure = structure_work(problem.model, spec, f.rows, f.sources, f.edges)
+            packed, opening = packed + structure[0], opening + structure[1]
         in_parts = isinstance(problem.graph, PartGraph)
         search = IN_PARTS * loads.rows[:, HOST] if in_parts else 0.0
         nbytes = (features + blocks).astype(np.int64)
-        opening, vertices = OPENING[problem.cluster.device.kind], problem.stats.vertices
-        return Copy(nbytes, packed, opening, search, vertices, problem.on_cpu)
+        return Copy(nbytes, packed, opening, search, problem.stats.vertices, problem.on_cpu)
 
     def _block_bytes(self, facts: Sequence[LayerCounts]) -> np.ndarray:
         """Return the bytes of a batch's blocks that are copied to a GPU [ranks].
