@@ -202,10 +202,8 @@ class Bench:
         notify("preparing graphs")
         graphs = LARGE_GRAPHS if self.device.type == "cuda" else GRAPHS
         blocks = [self._block(*size) for size in graphs]
-        batches = [
-            BatchRehearsal(piece, self.device, self.me.backend) for piece in (BATCHES, FAR_BATCHES)
-        ]
-        rehearsals = [Rehearsal(piece, self.device, self.me.backend) for piece in PIECES]
+        batches = [BatchRehearsal(piece, self.me) for piece in (BATCHES, FAR_BATCHES)]
+        rehearsals = [Rehearsal(piece, self.me) for piece in PIECES]
         messages: dict[str, dict[int, list[Sent]]] = {
             where: {} for where, groups in self.groups.items() if groups
         }
