@@ -351,7 +351,7 @@ class _Training:
         group = self.worker.reduce_group
         if len(group) < rank.world:  # other ranks hold other weights
             own = save(weights) if rank.rank == group[0] else b""
-            parts = collect(own, rank.groups.wire_device)
+            parts = collect(own)
             weights = {name: p for part in parts for name, p in load(part).items()}
         if rank.rank == 0:
             epochs = (self.best and self.best.epoch) or self.epochs

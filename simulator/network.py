@@ -33,6 +33,7 @@ from typing import NamedTuple
 
 import numpy as np
 import simpy
+from scipy.sparse import csc_array
 
 from gnnplan.planner.cluster.cost import Cost, Transfer
 from gnnplan.planner.cluster.places import Port
@@ -45,16 +46,10 @@ RATES_INTERVAL = 0.005
 
 @dataclass(frozen=True)
 class Flows:
-    """Messages and the ports that they pass.
-
-    Pass i means that flow `flow[i]` puts `weight[i]` times its bytes on port `port[i]`. Passes are
-    sorted by flow, and every flow has at least one.
-    """
+    """Messages and the ports that they pass; each flow passes one at least."""
 
     nbytes: np.ndarray  # [flows]
-    flow: np.ndarray  # [passes]
-    port: np.ndarray  # [passes]
-    weight: np.ndarray  # [passes]
+    passes: csc_array  # [ports, flows] what each byte of a flow puts on a port [B]
     capacity: np.ndarray  # [B/s] [ports]
 
     @classmethod
@@ -68,26 +63,19 @@ class Flows:
             for name, flows, numbers, shares in use.passes():
                 ports = [index.setdefault((name, i), len(index)) for i in numbers.tolist()]
                 capacity |= dict.fromkeys(ports, float(use.link.bandwidth))
-                columns.append((flows, np.array(ports, np.int64), stretch[flows] * shares))
-        flow, port, weight = (np.concatenate(column) for column in zip(*columns, strict=True))
-        order = np.argsort(flow, kind="stable")
-        return cls(
-            nbytes,
-            flow[order],
-            port[order],
-            weight[order],
-            np.array(list(capacity.values())),
-        )
+                columns.append((stretch[flows] * shares, ports, flows))
+        weight, port, flow = (np.concatenate(column) for column in zip(*columns, strict=True))
+        weights = csc_array((weight, (port, flow)), (len(capacity), nbytes.size))
+        return cls(nbytes, weights, np.array(list(capacity.values())))
 
     @property
     def bound(self) -> float:
         """The time for which the busiest port is busy, a lower bound of the duration [s]."""
-        load = np.bincount(self.port, self.weight * self.nbytes[self.flow], self.capacity.size)
-        return float((load / self.capacity).max())
+        return float((self.passes @ self.nbytes / self.capacity).max())
 
     def rates(self) -> np.ndarray:
         """Return the rate of each flow while all flows are active [B/s] [flows]."""
-        return max_min_of_flows(self.flow, self.port, self.weight, self.nbytes.size, self.capacity)
+        return max_min_of_flows(self.passes, self.capacity)
 
     def finish(self, every: float = 0.0) -> np.ndarray:
         """Return when each flow ends, if all start together [s] [flows].
@@ -97,18 +85,14 @@ class Flows:
         than possible.
         """
         left, now, ends = self.nbytes.astype(float), 0.0, np.zeros(self.nbytes.size)
-        alive = left > 0
-        while alive.any():
-            active, passes = np.flatnonzero(alive), alive[self.flow]
-            number = (np.cumsum(alive) - 1)[self.flow[passes]]
-            columns = self.port[passes], self.weight[passes]
-            rates = max_min_of_flows(number, *columns, active.size, self.capacity)
+        while (active := np.flatnonzero(left > 0)).size:
+            rates = max_min_of_flows(self.passes[:, active], self.capacity)
             lasts = left[active] / rates
             interval = max(float(lasts.min()), every)
             over = lasts <= interval * (1 + 1e-12)
             ends[active[over]] = now + lasts[over]
-            left[active] -= rates * interval
-            alive[active[over]], now = False, now + interval
+            left[active] = np.where(over, 0.0, left[active] - rates * interval)
+            now += interval
         return ends
 
 
@@ -143,41 +127,34 @@ class ByFlows(Cost):
         return replace(bundle, latency=bundle.latency + last - flows.bound)
 
 
-def max_min_of_flows(
-    flow: np.ndarray, port: np.ndarray, weight: np.ndarray, flows: int, capacity: np.ndarray
-) -> np.ndarray:
-    """Return max-min fair rates [flows].
+def max_min_of_flows(passes: csc_array, capacity: np.ndarray) -> np.ndarray:
+    """Return max-min fair rates [flows]; passes, capacity: as of `Flows`.
 
     No port carries more than its capacity, and no rate can grow unless a smaller rate shrinks.
-    `flow`, `port` and `weight` are passes as in `Flows`, sorted by flow.
 
     Each round fills the ports that limit all of their flows more than any other port does; these
     ports fill up whatever the rates of other flows. Their flows keep their rates, and the next
     round shares the remaining capacity.
 
-    >>> a, b = 0, 1  # three flows pass port a, of 1; the first also passes port b, of 1/2
-    >>> flow, port = np.array([0, 0, 1, 2]), np.array([a, b, a, b])
-    >>> max_min_of_flows(flow, port, np.ones(4), 3, np.array([1.0, 0.5])).tolist()
-    [0.25, 0.75, 0.25]
+    >>> passes = [[1, 1, 1], [1, 0, 0]]  # three flows pass a port of 1; the first also one of 1/4
+    >>> max_min_of_flows(csc_array(passes), np.array([1.0, 0.25])).tolist()
+    [0.25, 0.375, 0.375]
     """
-    rates, room = np.zeros(flows), capacity.astype(float)
-    while flow.size:
-        growing = np.bincount(port, weight, capacity.size)
+    rates, room = np.zeros(passes.shape[1]), capacity.astype(float)
+    flows = np.arange(rates.size)  # whose rates still grow
+    while flows.size:
+        port, first = passes.indices, passes.indptr[:-1]
+        growing = np.bincount(port, passes.data, capacity.size)
         level = np.full(capacity.size, np.inf)  # rate at which a port is full
         np.divide(room, growing, out=level, where=growing > 0)
-        first = np.flatnonzero(np.diff(flow, prepend=-1))
-        level_here = level[port]
-        lowest = np.minimum.reduceat(level_here, first)
-        passes = np.diff(first, append=flow.size)  # number of passes of each flow
-        reached = np.repeat(lowest, passes)
+        lowest = np.minimum.reduceat(level[port], first)
+        reached = np.repeat(lowest, np.diff(passes.indptr))
         # number of passes per port whose flows stop sooner, at another port
-        held = np.bincount(port, reached < level_here * (1 - 1e-12), capacity.size)
-        stops = np.maximum.reduceat(((held == 0) & (growing > 0))[port], first)
-        rates[flow[first[stops]]] = lowest[stops]
-        done = np.repeat(stops, passes)
-        used = np.bincount(port[done], weight[done] * reached[done], capacity.size)
-        room = np.maximum(room - used, 0.0)
-        flow, port, weight = flow[~done], port[~done], weight[~done]
+        held = np.bincount(port, reached < level[port] * (1 - 1e-12), capacity.size)
+        stops = np.maximum.reduceat((held == 0)[port], first)
+        rates[flows[stops]] = lowest[stops]
+        room = np.maximum(room - passes @ (stops * lowest), 0.0)
+        flows, passes = flows[~stops], passes[:, ~stops]
     return rates
 
 

@@ -19,11 +19,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from gnnplan.planner.cluster.cost import Cost
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.schedule import Compute, Sampling, Schedule
 from gnnplan.planner.vocabulary.units import number_of
-from gnnplan.simulator.player import TaskGraph, play
+from gnnplan.simulator.player import TaskGraph
 
 # with more jitter, a few computations would take nearly all of the time
 MOST_JITTER = 10.0
@@ -72,22 +71,14 @@ class Noise:
         return factors
 
 
-def epochs(
-    schedule: Schedule,
-    cost: Cost,
-    steps: int,
-    noise: Noise,
-    repetitions: int,
-    task_graph: TaskGraph | None = None,
-) -> np.ndarray:
+def epochs(tasks: TaskGraph, steps: int, noise: Noise, repetitions: int) -> np.ndarray:
     """Return the durations of all epochs in all repetitions [s] [repetitions * epochs].
 
     steps: steps per epoch. The first epoch of a repetition is left out, unless it is the only one
     (`Timeline.epochs_s`).
     """
-    task_graph = task_graph or TaskGraph(schedule, cost)
     played = (
-        play(schedule, cost, factors=noise.factors(schedule, repetition), task_graph=task_graph)
+        tasks.play(factors=noise.factors(tasks.schedule, repetition))
         for repetition in range(repetitions)
     )
     return np.concatenate([each.epochs_s(steps) for each in played])

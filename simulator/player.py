@@ -84,56 +84,10 @@ class Timeline:
 
 
 def play(
-    schedule: Schedule,
-    cost: Cost,
-    *,
-    contention: bool = True,
-    factors: Sequence[float] = (),
-    task_graph: TaskGraph | None = None,
+    schedule: Schedule, cost: Cost, *, contention: bool = True, factors: Sequence[float] = ()
 ) -> Timeline:
-    """Simulate all tasks of the steps in virtual time; they begin at 0, after `setup`.
-
-    contention: whether transfers that overlap slow each other down. factors: factor of the duration
-    of each task that computes (noise.py). task_graph: the schedule's task graph, for callers who
-    simulate the schedule several times. Raises Deadlock if tasks wait for ever.
-    """
-    task_graph = task_graph or TaskGraph(schedule, cost)
-    task_graph.rewind(factors)
-    env = simpy.Environment(0.0)
-    network = Network(env)
-
-    def end(activity: _Activity, event: object = None) -> None:
-        meet(activity.end(env.now))
-
-    def meet(needs: list[_Node | _Activity]) -> None:
-        """Meet a need of each of these; start what has no other, and all that follows at once."""
-        while needs:
-            begun = needs.pop()
-            begun.missing -= 1
-            if begun.missing:
-                continue
-            if isinstance(begun, _Node):
-                begun.start = env.now
-                needs.append(begun.activity)
-            elif not begun.seconds:
-                needs += begun.end(env.now)
-            elif contention and begun.demand.busy:
-                factor = begun.seconds / begun.seconds_alone
-                network.start(begun.demand, partial(end, begun), begun.threads, factor)
-            else:
-                env.timeout(begun.seconds).callbacks.append(partial(end, begun))
-
-    meet(task_graph.first[::-1])
-    env.run()
-    task_graph.check_all_ended()
-    times = [(node.start, node.end) for node in task_graph.nodes]
-    return Timeline(schedule, times)
-
-
-def serial(schedule: Schedule, cost: Cost, task_graph: TaskGraph | None = None) -> float:
-    """Return an upper bound of the duration: all activities one after the other [s]."""
-    task_graph = task_graph or TaskGraph(schedule, cost)
-    return sum(activity.seconds_alone for activity in task_graph.activities)
+    """Simulate a schedule once; see `TaskGraph.play`."""
+    return TaskGraph(schedule, cost).play(contention, factors)
 
 
 # -- the task graph
@@ -151,7 +105,7 @@ class _Activity:
     demand: Demand = NOTHING  # seconds of ports; empty for a computation on its own cores
     seconds_alone: float = 0.0
     nodes: list[_Node] = field(default_factory=list)
-    # set by `TaskGraph.rewind`: needs that are not met, and the duration [s]
+    # set by `TaskGraph.play`: needs that are not met, and the duration [s]
     missing: int = 0
     seconds: float = 0.0
 
@@ -178,13 +132,13 @@ class _Node:
 
 
 class TaskGraph:
-    """The tasks of a schedule as nodes, in order, and their activities.
+    """The tasks of a schedule as nodes, in order, and their activities; played several times.
 
     Raises Mismatch if the schedule contradicts itself.
     """
 
     def __init__(self, schedule: Schedule, cost: Cost) -> None:
-        self.nodes = [_Node(task) for task in schedule.tasks]
+        self.schedule, self.nodes = schedule, [_Node(task) for task in schedule.tasks]
         self.first: list[_Node | _Activity] = []  # of each lane
         self.activities: list[_Activity] = []
         self._by_label: dict[int, dict[Label, _Node]] = {}  # rank -> label -> node
@@ -206,8 +160,49 @@ class TaskGraph:
                     before.followers.append(node)
         self._add_activities(cost)
 
-    def rewind(self, factors: Sequence[float] = ()) -> None:
-        """Reset all nodes and activities; factors: of the durations of tasks that compute."""
+    @property
+    def serial_s(self) -> float:
+        """An upper bound of the duration: all activities one after the other [s]."""
+        return sum(activity.seconds_alone for activity in self.activities)
+
+    def play(self, contention: bool = True, factors: Sequence[float] = ()) -> Timeline:
+        """Simulate all tasks of the steps in virtual time; they begin at 0, after `setup`.
+
+        contention: whether transfers that overlap slow each other down. factors: factor of the
+        duration of each task that computes (noise.py). Raises Deadlock if tasks wait for ever.
+        """
+        self._rewind(factors)
+        env = simpy.Environment(0.0)
+        network = Network(env)
+
+        def end(activity: _Activity, event: object = None) -> None:
+            meet(activity.end(env.now))
+
+        def meet(needs: list[_Node | _Activity]) -> None:
+            """Meet a need of each of these; start what has no other, and all that follows."""
+            while needs:
+                begun = needs.pop()
+                begun.missing -= 1
+                if begun.missing:
+                    continue
+                if isinstance(begun, _Node):
+                    begun.start = env.now
+                    needs.append(begun.activity)
+                elif not begun.seconds:
+                    needs += begun.end(env.now)
+                elif contention and begun.demand.busy:
+                    factor = begun.seconds / begun.seconds_alone
+                    network.start(begun.demand, partial(end, begun), begun.threads, factor)
+                else:
+                    env.timeout(begun.seconds).callbacks.append(partial(end, begun))
+
+        meet(self.first[::-1])
+        env.run()
+        self._check_all_ended()
+        return Timeline(self.schedule, [(node.start, node.end) for node in self.nodes])
+
+    def _rewind(self, factors: Sequence[float]) -> None:
+        """Reset all nodes and activities."""
         for activity in self.activities:
             activity.missing, activity.seconds = activity.needs, activity.seconds_alone
         for node in self.nodes:
@@ -277,7 +272,7 @@ class TaskGraph:
             return None
         return node
 
-    def check_all_ended(self) -> None:
+    def _check_all_ended(self) -> None:
         """Raise Deadlock if tasks have not ended.
 
         The error names the first such task of each lane, and the tasks or ranks that it waits for.

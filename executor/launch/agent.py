@@ -107,7 +107,11 @@ class _Agent(LocalElasticAgent):
             lost = [rank for rank, is_stopped in enumerate(stopped) if is_stopped]
             if lost:
                 message += "this one is stopped, by a signal or a debugger"
-            elif all(map(_in_epoch, operations)):
+            elif all(
+                # outside an epoch a rank may rightly wait for a disk or a compiler
+                " of epoch " in operation and not operation.startswith("the checkpoint")
+                for operation in operations
+            ):
                 lost = list(range(len(stopped)))
                 message += "one that works longer at an operation needs a longer --timeout"
             for rank in lost:
@@ -140,11 +144,6 @@ class _Agent(LocalElasticAgent):
             f" {self._remaining_restarts - 1})"
         )
         return False
-
-
-def _in_epoch(operation: str) -> bool:
-    """Whether a rank is inside an epoch. Outside, it may rightly wait for a disk or a compiler."""
-    return " of epoch " in operation and not operation.startswith("the checkpoint")
 
 
 def _seen(pid: int) -> tuple[float, bool]:

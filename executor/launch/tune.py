@@ -100,7 +100,9 @@ def prospect(found: SearchResult, share: float = SHARE, epochs: int | None = Non
     rival = next((c for c in others if c.strategy.exact != best.strategy.exact), None)
     others.sort(key=lambda candidate: candidate is not rival)
     within = [best, *others][:MOST]
-    affordable = next((n for n in range(len(within), 1, -1) if _least_s(within[:n]) <= budget_s), 1)
+    contenders = [_contender(candidate) for candidate in within]
+    least = [least_s(contenders[:n]) for n in range(2, len(within) + 1)]  # rises
+    affordable = 1 + sum(needed_s <= budget_s for needed_s in least)
     why_not = ""
     if found.forced:
         why_not = "nothing else was compared, since --strategy names one"
@@ -109,18 +111,13 @@ def prospect(found: SearchResult, share: float = SHARE, epochs: int | None = Non
             f"no other strategy is faster with a chance of {show_percent(LEAST_CHANCE)} or more"
         )
     elif affordable == 1:
-        least = _least_s(within[:2])
-        needed = ceil(least / share / epoch_s)
+        needed = ceil(least[0] / share / epoch_s)
         why_not = (
             f"training is too short: {show_percent(share)} of {show_count(epochs, 'epoch')} are"
-            f" {show_time(budget_s)}, and two strategies need {show_time(least)}; it pays from"
+            f" {show_time(budget_s)}, and two strategies need {show_time(least[0])}; it pays from"
             f" {needed:,} epochs on (--epochs), or with a larger --share"
         )
     return Prospect(within[:affordable], budget_s, share * epochs, why_not)
-
-
-def _least_s(candidates: list[Candidate]) -> float:
-    return least_s([_contender(candidate) for candidate in candidates])
 
 
 def _contender(candidate: Candidate) -> Contender:

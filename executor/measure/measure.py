@@ -441,7 +441,7 @@ def _measured(
         memory = torch.cuda.mem_get_info()[0]
     # a later run may use the same store of the launcher
     connect(rank, PrefixStore("measure", store_of_all(STUCK)))
-    places = gather_all(server, rank.groups.wire_device)
+    places = gather_all(server)
     counts = Counter(places)
     if len(set(counts.values())) > 1:
         ranks = ", ".join(f"{count} on server {at}" for at, count in sorted(counts.items()))

@@ -174,7 +174,7 @@ class Bench:
             while not samples or self._clock() < end:
                 samples += self._samples(work)
             duration = median(samples) / divide
-        durations = self._gather(duration)
+        durations = gather_all(duration)
         return [durations[rank] for rank in self.apart]
 
     def _samples(self, work: Callable[[], Any]) -> list[float]:
@@ -193,10 +193,6 @@ class Bench:
         torch.cuda.synchronize()
         return [end.seconds - begin.seconds for begin, end in marks]
 
-    def _gather(self, own: Any) -> list[Any]:
-        """Return the values of all ranks, by rank."""
-        return gather_all(own, self.me.groups.wire_device)
-
     def all(self, notify: Callable[[str], None]) -> dict[str, Any]:
         """Measure every number; return the samples of all ranks, for measure.py."""
         if self.device.type == "cpu" and self.rank in self.apart:
@@ -206,10 +202,8 @@ class Bench:
         notify("preparing graphs")
         graphs = LARGE_GRAPHS if self.device.type == "cuda" else GRAPHS
         blocks = [self._block(*size) for size in graphs]
-        batches = [
-            BatchRehearsal(piece, self.device, self.me.backend) for piece in (BATCHES, FAR_BATCHES)
-        ]
-        rehearsals = [Rehearsal(piece, self.device, self.me.backend) for piece in PIECES]
+        batches = [BatchRehearsal(piece, self.me) for piece in (BATCHES, FAR_BATCHES)]
+        rehearsals = [Rehearsal(piece, self.me) for piece in PIECES]
         messages: dict[str, dict[int, list[Sent]]] = {
             where: {} for where, groups in self.groups.items() if groups
         }
@@ -358,14 +352,14 @@ class Bench:
         """Return seconds of a training step on the slowest rank, which the others wait for."""
         dist.barrier()
         step_s = rehearsal.play(self.seconds) if self.rank in self.apart else 0.0
-        return float(max(self._gather(step_s)))
+        return float(max(gather_all(step_s)))
 
     def batches(self, rehearsal: BatchRehearsal) -> dict[str, list[Sample]]:
         """Return seconds of drawing a batch, of laying it out and of computing its layers, on every
         rank that has a core; all these ranks train at the same time."""
         dist.barrier()
         own = rehearsal.of_each(self.seconds) if self.rank in self.apart else None
-        of_ranks = [each for each in self._gather(own) if each is not None]
+        of_ranks = [each for each in gather_all(own) if each is not None]
         return {what: [((), [each[what] for each in of_ranks])] for what in of_ranks[0]}
 
     def exchanges(self, where: str, sent: dict[int, list[Sent]]) -> None:
@@ -398,7 +392,7 @@ class Bench:
         begin = self._clock()
         self._disturb()
         work()
-        slowest = max(self._gather(self._clock() - begin))
+        slowest = max(gather_all(self._clock() - begin))
         # computed from `slowest`, so equal on all ranks
         rounds = min(60, max(5, int(self.seconds / max(slowest, 1e-5)))) // self.rounds + 1
         idle = median(self._durations(self._disturb, min(rounds, 20)))
@@ -413,7 +407,7 @@ class Bench:
             busy += (time.process_time() - before) / 2
 
         samples = [max(duration - idle, 1e-7) / 2 for duration in self._durations(loop, rounds)]
-        everyone = self._gather((samples, busy / rounds))
+        everyone = gather_all((samples, busy / rounds))
         by_group = [np.mean([everyone[rank][0] for rank in group], axis=0) for group in groups]
         return float(np.median(by_group)), sum(everyone[rank][1] for rank in groups[0])
 

@@ -16,7 +16,6 @@ from statistics import mean, median
 from typing import Any
 
 import numpy as np
-import torch
 from scipy.optimize import least_squares
 
 from gnnplan.executor.ranks.rank import Rank
@@ -145,12 +144,12 @@ READS = ("device.memory_bandwidth", "device.product_bandwidth", "device.gather")
 
 
 class Rehearsal:
-    """The training of a piece on this rank."""
+    """The training of a piece on the device of one of the measuring ranks."""
 
     traced = 0  # steps whose spans are kept
 
-    def __init__(self, piece: Piece, device: torch.device, backend: str) -> None:
-        self.rank = Rank(0, 1, device, backend, traced=self.traced)
+    def __init__(self, piece: Piece, me: Rank) -> None:
+        self.rank = Rank(0, 1, me.device, me.backend, traced=self.traced)
         self.worker = open_worker(self.rank, piece.problem, piece.strategy)
         self.learner = self.worker.open_learner()
         self.done = 0

@@ -10,46 +10,48 @@ import torch
 import torch.distributed as dist
 
 
-def gather_all(own: Any, device: torch.device, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return every rank's small value, by place in the group. Values are JSON's.
-
-    device: for the backend's messages. group: None for all ranks.
-    """
+def gather_all(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return every rank's small value, a JSON one, by place in the group. group: None for all."""
     said = json.dumps(own).encode()
-    sizes = _sizes(said, device, group)
-    message = _message(said.ljust(max(sizes)), device)  # JSON may be followed by blanks
+    sizes = _sizes(said, group)
+    message = _message(said.ljust(max(sizes)), group)  # JSON may be followed by blanks
     messages = [torch.empty_like(message) for _ in sizes]
     dist.all_gather(messages, message, group=group)
     return [json.loads(_bytes(other)) for other in messages]
 
 
-def collect(own: bytes, device: torch.device) -> Iterator[bytes]:
+def collect(own: bytes) -> Iterator[bytes]:
     """Yield on rank 0 the bytes of each rank that has any, one after the other; elsewhere nothing.
 
     All ranks iterate over it to its end.
     """
     me = dist.get_rank()
-    for rank, size in enumerate(_sizes(own, device)):
+    for rank, size in enumerate(_sizes(own)):
         if size and rank == me == 0:
             yield own
         elif size and rank == me:
-            dist.send(_message(own, device), 0)
+            dist.send(_message(own), 0)
         elif size and me == 0:
-            message = torch.empty(size, dtype=torch.uint8, device=device)
+            message = _message(bytes(size))
             dist.recv(message, rank)
             yield _bytes(message)
 
 
-def _sizes(own: bytes, device: torch.device, group: dist.ProcessGroup | None = None) -> list[int]:
+def _sizes(own: bytes, group: dist.ProcessGroup | None = None) -> list[int]:
     """Return the number of every rank's bytes, by place in the group."""
-    sizes = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=device)
+    sizes = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=_device(group))
     sizes[dist.get_rank(group)] = len(own)
     dist.all_reduce(sizes, group=group)
     return list(map(int, sizes))
 
 
-def _message(own: bytes, device: torch.device) -> torch.Tensor:
-    return torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device)
+def _device(group: dist.ProcessGroup | None) -> str:
+    """Return the device whose tensors the group's backend sends."""
+    return "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+
+
+def _message(own: bytes, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    return torch.frombuffer(bytearray(own), dtype=torch.uint8).to(_device(group))
 
 
 def _bytes(message: torch.Tensor) -> bytes:

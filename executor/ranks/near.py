@@ -140,14 +140,14 @@ def connect(rank: int, group: dist.ProcessGroup | None, timeout_s: float) -> Nea
     """
     network = _network()
     if not network:
-        gather_all("", torch.device("cpu"), group)
+        gather_all("", group)
         return NOBODY
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind("")  # Linux chooses a name
         listener.listen(dist.get_world_size(group))
         listener.settimeout(timeout_s)
         own = f"{network} {listener.getsockname()[1:].decode()}"
-        told = gather_all(own, torch.device("cpu"), group)
+        told = gather_all(own, group)
         everyone = zip(dist.get_process_group_ranks(group), told, strict=True)
         names = {peer: each.split()[1] for peer, each in everyone if each.startswith(network)}
         connections = {}

@@ -295,10 +295,6 @@ class Rank:
     def backend(self) -> str:
         return self.groups.backend
 
-    def communicate_over(self, backend: str) -> None:
-        """Change the backend, before any group is made."""
-        self.groups.backend, self.lanes.are_streams = backend, backend == "nccl"
-
     def in_server_memory(self) -> AbstractContextManager[None]:
         """Return a context whose allocations count as the server's memory, not the device's."""
         return nullcontext() if self.watch is None else self.watch.left_out()
@@ -473,7 +469,8 @@ def connect(rank: Rank, store: Store) -> None:
     if rank.rank == 0:
         cards = [store.get(f"card {other}").decode() for other in range(rank.world)]
         store.set("backend", backend_of(cards))
-    rank.communicate_over(store.get("backend").decode())
+    rank.groups.backend = store.get("backend").decode()
+    rank.lanes.are_streams = rank.backend == "nccl"
     if rank.backend == "gloo":
         wait_in_turn()
     dist.init_process_group(

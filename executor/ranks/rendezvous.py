@@ -65,14 +65,14 @@ def on_this_machine(port: int, run: str) -> dict[str, str]:
     }
 
 
-def join(env: Mapping[str, str], limit: timedelta, hosts: bool = False) -> Store:
+def join(env: Mapping[str, str], limit: timedelta) -> Store:
     """Join the store of this run and attempt, at MASTER_ADDR and MASTER_PORT.
 
     Keys begin with the attempt, because the launcher's store outlives its ranks and keeps the
     addresses of lost ranks (torch 2.13 has one store for all attempts, without such a prefix).
-    hosts: this process hosts the store. Raises SpecError if the store is another run's.
+    Raises SpecError if the store is another run's.
     """
-    address, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
+    address, port, hosts = env["MASTER_ADDR"], int(env["MASTER_PORT"]), hosts_the_store(env)
     listener = _listen(address, port) if hosts else None
     store = TCPStore(
         address,
@@ -107,8 +107,7 @@ def _listen(address: str, port: int) -> socket.socket | None:
 
 def store_of_all(timeout_s: float) -> Store:
     """Join the store of all ranks of this attempt. Raises SpecError if it is another run's."""
-    env = launcher_env()
-    return join(env, timedelta(seconds=timeout_s), hosts_the_store(env))
+    return join(launcher_env(), timedelta(seconds=timeout_s))
 
 
 def hosts_the_store(env: Mapping[str, str]) -> bool:

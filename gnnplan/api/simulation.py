@@ -32,7 +32,7 @@ from gnnplan.planner.vocabulary.trace import write_traces
 from gnnplan.planner.vocabulary.units import show_bytes, show_count, show_dollars, show_time
 from gnnplan.simulator.network import ByFlows
 from gnnplan.simulator.noise import Noise, epochs, percentiles
-from gnnplan.simulator.player import TaskGraph, Timeline, play, serial
+from gnnplan.simulator.player import TaskGraph, Timeline
 from gnnplan.simulator.replay import MOST_TASKS, must_be_playable
 
 
@@ -111,11 +111,11 @@ class Playing:
         except SpecError:
             return {}
         batches, cost = candidate.strategy.steps(candidate.problem), candidate.problem.cost
-        task_graph = TaskGraph(schedule, cost)
-        played = play(schedule, cost, task_graph=task_graph)
+        tasks = TaskGraph(schedule, cost)
+        played = tasks.play()
         out = {"simulated_s": played.epoch_s(batches, candidate.predicted.period)}
         if noise := self.noise:
-            found = epochs(schedule, cost, batches, noise, self.repetitions, task_graph)
+            found = epochs(tasks, batches, noise, self.repetitions)
             out |= percentiles(found)
         return out
 
@@ -145,12 +145,12 @@ class Simulation(View):
         period, over = prediction.period, prediction.over(steady)
         notify(f"playing {len(schedule.tasks):,} tasks")
         cost = ByFlows.like(problem.cost) if flows else problem.cost
-        task_graph = TaskGraph(schedule, cost)
-        played = play(schedule, cost, task_graph=task_graph)
+        tasks = TaskGraph(schedule, cost)
+        played = tasks.play()
         traced, disturbed = played, Json()
         if noise:
             notify(f"playing {len(schedule.tasks):,} tasks {repetitions:,} times")
-            found = epochs(schedule, cost, batches, noise, repetitions, task_graph)
+            found = epochs(tasks, batches, noise, repetitions)
             disturbed["noise"] = {
                 "jitter": noise.jitter,
                 "stragglers": {str(rank): times for rank, times in noise.stragglers.items()},
@@ -161,7 +161,7 @@ class Simulation(View):
             }
             if trace:
                 factors = noise.factors(schedule, repetition=0)
-                traced = play(schedule, cost, factors=factors, task_graph=task_graph)
+                traced = tasks.play(factors=factors)
         if trace:
             ranks = range(schedule.ranks)
             write_traces(trace, traced.spans, ranks, schedule.ranks, "simulated", "simulator")
@@ -174,10 +174,8 @@ class Simulation(View):
             "simulated": {
                 "epoch_s": played.epoch_s(batches, period),
                 "end_s": played.end_s,
-                "critical_path_s": play(
-                    schedule, cost, contention=False, task_graph=task_graph
-                ).end_s,
-                "serial_s": serial(schedule, cost, task_graph),
+                "critical_path_s": tasks.play(contention=False).end_s,
+                "serial_s": tasks.serial_s,
                 "bytes": schedule.bytes_by_op(last),
                 "operations": per_operation(by_epoch(played.spans, batches), steady, period),
             },

@@ -22,8 +22,8 @@ def fork_server() -> ForkServer:
 # per package, not per session: Gloo's threads poll 100 times a second, so idle ranks must end
 @pytest.fixture(scope="package")
 def run_ranks(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer) -> Iterator[Ranks]:
-    """Ranks to train with: run_ranks(world, cases) returns a Result per case, and
-    run_ranks.alone(case) the Result of one process, which an exact strategy must equal."""
+    """Ranks to train with: run_ranks(world, case) returns the Result of ranks, and
+    run_ranks.alone(case) that of one process, which an exact strategy must equal."""
     ranks = Ranks(fork_server, tmp_path_factory.mktemp("ranks"))
     yield ranks
     ranks.close()

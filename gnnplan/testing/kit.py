@@ -146,7 +146,7 @@ def played(example: Example, run_ranks: Ranks, graphs: dict[str, str]) -> Finish
     case = case_of(example, graphs["rough"], "gcn")
     problem = case.problem(example.ranks)
     epochs = case.settled(problem).predict(problem).period + 1
-    return FinishedRun(run_ranks(example.ranks, [replace(case, epochs=epochs, eval_every=1)])[0])
+    return FinishedRun(run_ranks(example.ranks, replace(case, epochs=epochs, eval_every=1)))
 
 
 @pytest.mark.parametrize("model", ["gcn", "sage"])
@@ -162,12 +162,12 @@ def test_training_is_exact_or_follows_its_recursion(
     case = case_of(example, graphs["rough"], model, dtype="float64", optimizer="sgd")
     case = replace(case, strategy=str(strategy), epochs=6, eval_every=2)
     if strategy.exact:
-        (result,) = run_ranks(example.ranks, [case])
+        result = run_ranks(example.ranks, case)
         must_be_as_one_process(result, one_process(run_ranks, case), weights=1e-9, losses=1e-9)
         return
     owner = case.problem(example.ranks).layout().owner
     losses, weights = request.module.recursion(case, owner)
-    result = must_have_learnt(run_ranks(example.ranks, [case])[0], losses, weights)
+    result = must_have_learnt(run_ranks(example.ranks, case), losses, weights)
     # exact training ends at other weights, so the comparison above can fail
     assert difference(result.weights, one_process(run_ranks, case).weights) > 1e-3
 
@@ -176,7 +176,7 @@ def test_a_resumed_run_is_the_unbroken_one(
     example: Example, run_ranks: Ranks, graphs: dict[str, str]
 ) -> None:
     case = replace(case_of(example, graphs["rough"], "sage"), epochs=5)
-    must_resume(run_ranks, run_ranks(example.ranks, [case])[0])
+    must_resume(run_ranks, run_ranks(example.ranks, case))
 
 
 def test_what_it_carries_is_made_anew_for_another_plans_weights(

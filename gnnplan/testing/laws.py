@@ -37,7 +37,7 @@ from gnnplan.planner.strategies import (
 from gnnplan.planner.strategies.layerwise.exchange import CLAIM
 from gnnplan.planner.vocabulary.numbers import Group
 from gnnplan.planner.vocabulary.schedule import Collective, Ring, Schedule, Send
-from gnnplan.simulator.player import TaskGraph, play, serial
+from gnnplan.simulator.player import TaskGraph, play
 from gnnplan.testing.drawing import draw
 
 ROUND = 1e-9  # relative rounding error of a sum of seconds
@@ -142,16 +142,14 @@ class StrategyEvaluation:
         # two periods of epochs after the first epoch are simulated
         self.played_steps = max(6, (2 * self.period + 1) * self.steps)
         self.schedule: Schedule = strategy.schedule(self.problem, self.played_steps)
-        self.task_graph = graph = TaskGraph(self.schedule, self.problem.cost)
+        self.tasks = TaskGraph(self.schedule, self.problem.cost)
         self.alone, self.contended = (  # simulated without contention for links, and with it
-            play(self.schedule, self.problem.cost, contention=contention, task_graph=graph)
-            for contention in (False, True)
+            self.tasks.play(contention) for contention in (False, True)
         )
 
 
 def alone_simulated_serial(told: StrategyEvaluation) -> None:
-    in_turn_s = serial(told.schedule, told.problem.cost, told.task_graph)
-    bounds = [told.alone.end_s, told.contended.end_s, in_turn_s]
+    bounds = [told.alone.end_s, told.contended.end_s, told.tasks.serial_s]
     assert all(low <= high * (1 + ROUND) for low, high in pairwise(bounds)), bounds
 
 

@@ -1,10 +1,10 @@
 """Real ranks for tests: processes over Gloo on 127.0.0.1 that stay up and train one case after the
 other.
 
-`run_ranks(world, cases)` (a fixture in fixtures.py) returns a Result per case, read from the files
-that the ranks wrote. Importing torch takes seconds, so only one process, the fork server, imports
-it, and ranks are forks of the fork server. The ranks of a world size start when first needed; a
-rank receives a case, trains it, and answers. If a rank fails or hangs, all ranks of its world are
+`run_ranks(world, case)` (a fixture in fixtures.py) returns a Result, read from the files that the
+ranks wrote. Importing torch takes seconds, so only one process, the fork server, imports it, and
+ranks are forks of the fork server. The ranks of a world size start when first needed; a rank
+receives a case, trains it, and answers. If a rank fails or hangs, all ranks of its world are
 killed, the test fails with that rank's stderr, and the next case starts new ranks."""
 
 from __future__ import annotations
@@ -325,7 +325,7 @@ class World:
 
 
 class Ranks:
-    """Worlds of ranks by size, started when first needed; a call runs cases.
+    """Worlds of ranks by size, started when first needed; a call runs a case.
 
     memory: sample the ranks' memory every 0.1 ms, in all epochs, instead of rarely. Sampling every
     millisecond takes a quarter of the ranks' processor time, and under load it still missed a peak
@@ -337,17 +337,14 @@ class Ranks:
         self.worlds: dict[tuple[int, bool], World] = {}
         self.runs = 0
 
-    def __call__(self, world: int, cases: Sequence[Case], cuda: bool = False) -> list[Result]:
-        results = []
-        for case in cases:
-            key = (world, cuda)
-            if key not in self.worlds or not self.worlds[key].alive:
-                if key in self.worlds:
-                    self.worlds[key].close()
-                folder = self.folder / f"world{world}-{self.runs}"
-                self.worlds[key] = World(world, folder, cuda, self.memory)
-            results.append(self.worlds[key].run(case, self._folder(case)))
-        return results
+    def __call__(self, world: int, case: Case, cuda: bool = False) -> Result:
+        key = (world, cuda)
+        if key not in self.worlds or not self.worlds[key].alive:
+            if key in self.worlds:
+                self.worlds[key].close()
+            folder = self.folder / f"world{world}-{self.runs}"
+            self.worlds[key] = World(world, folder, cuda, self.memory)
+        return self.worlds[key].run(case, self._folder(case))
 
     def _folder(self, case: Case) -> Path:
         """Return the run's folder: a new one, or the folder of the run to resume."""

@@ -144,11 +144,11 @@ def must_resume(run_ranks: Ranks, unbroken: Result) -> None:
     checkpoint, resumes bit by bit to the run."""
     case = unbroken.case
     shorter = replace(case, epochs=case.epochs - 2, checkpoint_every=2)
-    (broken,) = run_ranks(unbroken.world, [shorter])
+    broken = run_ranks(unbroken.world, shorter)
     # there is something left to learn
     assert not all(torch.equal(broken.weights[name], p) for name, p in unbroken.weights.items())
     onwards = replace(case, checkpoint_every=0, resume=str(broken.out))
-    same(run_ranks(unbroken.world, [onwards])[0], unbroken)
+    same(run_ranks(unbroken.world, onwards), unbroken)
 
 
 def same(broken: Result, unbroken: Result) -> None:
@@ -179,7 +179,7 @@ def must_fill_as_predicted(world: int, case: Case, fresh_ranks: Ranks) -> None:
     exist from the second epoch on. On a busy machine the sampling of memory misses short peaks, so
     every epoch is sampled."""
     case = replace(case, epochs=6)
-    (result,) = fresh_ranks(world, [case])
+    result = fresh_ranks(world, case)
     problem = case.problem(world)
     use = case.settled(problem).memory(problem)
     predicted = rank_bytes(use)
@@ -238,8 +238,8 @@ def must_go_on_from_another_plan(
     plain = {**workload, "dropout": 0.0, "optimizer": "sgd", "lr": 0.3}
     case = Case("graph_parallel", graph, plain, epochs=4)
     unbroken = run_ranks.alone(replace(case, epochs=5))
-    broken = run_ranks(2, [replace(case, checkpoint_every=2)])[0]
-    resumed = run_ranks(world, [replace(case, strategy=after, epochs=5, resume=str(broken.out))])[0]
+    broken = run_ranks(2, replace(case, checkpoint_every=2))
+    resumed = run_ranks(world, replace(case, strategy=after, epochs=5, resume=str(broken.out)))
     for name, weight in unbroken.weights.items():
         torch.testing.assert_close(resumed.weights[name], weight, rtol=1e-4, atol=1e-6)
     assert not resumed.rank(0)["staleness"] and resumed.rank(0)["epochs"] == 1

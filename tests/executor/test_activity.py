@@ -157,7 +157,7 @@ def test_a_device_that_is_late_leaves_the_activity_as_the_host_has_it(tmp_path, 
 
 def test_over_gloo_the_device_waits_for_nobody(tmp_path, monkeypatch):
     rank = waiting(Device(reached=1), tmp_path / "activity", monkeypatch)
-    rank.communicate_over("gloo")
+    rank.groups.backend = "gloo"
     synchronized: list[int] = []
     rank.recorder._clock.synchronize = lambda: synchronized.append(1)  # type: ignore[union-attr, attr-defined]
     rank.settle()

@@ -54,7 +54,7 @@ _trained: dict[str, Result] = {}
 def trained(setting: Setting, run_ranks: Ranks, sources: Any) -> Result:
     """Trained once for all tests."""
     if str(setting) not in _trained:
-        _trained[str(setting)] = run_ranks(setting.world, [setting.case(sources)])[0]
+        _trained[str(setting)] = run_ranks(setting.world, setting.case(sources))
     return _trained[str(setting)]
 
 
@@ -142,7 +142,7 @@ def test_broken_off_and_resumed_is_unbroken(played, run_ranks):
 def test_batch_norm_of_rows_that_two_ranks_compute_counts_them_twice(run_ranks, sources):
     """As SyncBatchNorm does; gsplit computes every row at one rank, as one process does."""
     case = Setting.of("2 1 data_parallel rough 0.5 gcn mini norm=batch").case(sources)
-    losses = run_ranks(2, [case])[0].losses
+    losses = run_ranks(2, case).losses
     assert losses != pytest.approx(one_process(run_ranks, case).losses, rel=1e-6)
 
 

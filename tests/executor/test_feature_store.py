@@ -68,7 +68,7 @@ def batch_of(ids: np.ndarray) -> SimpleNamespace:
 )
 def test_ranks_leave_rows_by_class(run_ranks, graphs, strategy, classes):
     """Of all steps, as the planner counts them; not of batches that are made ahead of the end."""
-    result = run_ranks(4, [case(strategy, graphs["rough"], 2)])[0]
+    result = run_ranks(4, case(strategy, graphs["rough"], 2))
     problem = result.case.problem(4)
     settled = result.case.settled(problem)
     batches, store = settled.batches(problem), settled.store(problem)
@@ -135,7 +135,7 @@ def test_ranks_of_a_server_share_large_features(run_ranks):
     source = "synthetic:community?vertices=22000&edges=60000&features=256&classes=5&seed=0"
     large = case("data_parallel", source, layers=1, hidden=4, batch=8000, fanout=(2,))
     assert executor_store.LARGE < 22000 * 256 * 4
-    shared, alone = run_ranks(2, [large])[0], run_ranks.alone(large)
+    shared, alone = run_ranks(2, large), run_ranks.alone(large)
     assert shared.losses == pytest.approx(alone.losses, rel=1e-9)
     graph = load(source)
     (file,) = cache_dir().glob(f"features/{graph.stats.hash}*")
@@ -198,7 +198,7 @@ def test_features_in_float64_are_trained_on_as_they_are(run_ranks, graphs, tmp_p
     )
     plain = Recursion(exact[0])
     plain.losses(exact[0].epochs)
-    results = run_ranks(2, exact + rounded[-2:])
+    results = [run_ranks(2, each) for each in exact + rounded[-2:]]
     for result in results[: len(exact)]:
         assert difference(result.weights, plain.state) < 1e-12, str(result.case)
     assert results[-2].losses == results[-1].losses

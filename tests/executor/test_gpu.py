@@ -181,7 +181,7 @@ def test_two_ranks_on_one_gpu_equal_the_cpu(run_ranks, graphs, model, strategy):
     servers = 2 if "granndis" in strategy else 1
     graph = graphs["sparse" if model == "sage" and "offload" not in strategy else "rough"]
     case = Case(strategy, graph, workload(model), servers, eval_every=2)
-    on_gpu, on_cpu = run_ranks(2, [case], cuda=True)[0], run_ranks(2, [case])[0]
+    on_gpu, on_cpu = run_ranks(2, case, cuda=True), run_ranks(2, case)
     assert difference(on_gpu.weights, on_cpu.weights) <= 1e-9
     for rank in range(2):
         left = on_gpu.rank(rank)
@@ -207,7 +207,7 @@ def test_two_ranks_on_one_gpu_equal_the_cpu(run_ranks, graphs, model, strategy):
 def test_ranks_with_a_gpu_each_equal_the_cpu(run_ranks, graphs, strategy, more):
     """Over NCCL, with two communicators under way."""
     case = Case(strategy, graphs["rough"], workload("sage", **more), eval_every=2)
-    on_gpu, on_cpu = run_ranks(2, [case], cuda=True)[0], run_ranks(2, [case])[0]
+    on_gpu, on_cpu = run_ranks(2, case, cuda=True), run_ranks(2, case)
     assert difference(on_gpu.weights, on_cpu.weights) <= 1e-9
     assert [on_gpu.rank(rank)["backend"] for rank in range(2)] == ["nccl", "nccl"]
     assert on_gpu.rank(0)["bytes"] == on_cpu.rank(0)["bytes"]

@@ -66,7 +66,7 @@ def test_they_are_fifty():
 
 def unbroken(case: Case, faults: list[Fault], run_ranks: Ranks) -> Result:
     """As many epochs as so many faults take, without any."""
-    return run_ranks(2, [replace(case, epochs=epochs_of(len(faults)), eval_every=EVERY)])[0]
+    return run_ranks(2, replace(case, epochs=epochs_of(len(faults)), eval_every=EVERY))
 
 
 @pytest.mark.nightly

@@ -282,7 +282,7 @@ def test_rows_of_eight_devices_pass_one(tmp_path, fork_server):
     graph = f"{COMMUNITY}200000&edges=800000&mixing=0.01&features=64&classes=10"
     case = replace(on("1 1 offload(chunks=64) dense 0.5 sage")[1], graph=graph)
     with closing(Ranks(fork_server, tmp_path, memory=True)) as ranks:
-        (first,) = ranks(1, [case])
+        first = ranks(1, case)
     problem = case.problem(1)
     use = case.settled(problem).memory(problem)
     held = sum(float(nbytes[0]) for what, nbytes in use.items() if what not in NON_TRAINING_USES)
@@ -344,7 +344,7 @@ def test_predicted_memory_of_batches(line, fresh_ranks, monkeypatch):
     is there then: all of it, as the same batches were drawn. On a busy machine the watch sleeps
     through some short peaks: it has one in every epoch."""
     case = replace(of_batches(line), epochs=4)  # each draws other batches, as many and as large
-    _, second = fresh_ranks(2, [case, case])
+    _, second = (fresh_ranks(2, case) for _ in range(2))
     monkeypatch.setattr(program_memory, "shapes", lambda *products: 0.0)
     assert fullest_of_batches(case) == pytest.approx(second.fullest(), rel=0.05)
 
@@ -357,7 +357,7 @@ def test_predicted_memory_of_a_processs_first_batches(tmp_path, fork_server):
     server's file is mapped, or are the sampler's."""
     case = replace(of_batches("2 1 data_parallel batched 0.0 sage"), epochs=1)
     with closing(Ranks(fork_server, tmp_path, memory=True)) as ranks:
-        (first,) = ranks(2, [case])
+        first = ranks(2, case)
     assert fullest_of_batches(case) == pytest.approx(first.fullest(), rel=0.05)
 
 
@@ -389,7 +389,7 @@ def test_the_evaluation_of_mini_batches_is_not_their_memory(run_ranks):
 def test_memory_stays_flat(line, run_ranks):
     """A halo's rows kept from every epoch would be 12 MB; pages the allocator keeps are 2 MB."""
     world, case = on(line)
-    (result,) = run_ranks(world, [replace(case, epochs=EPOCHS, eval_every=5)])
+    result = run_ranks(world, replace(case, epochs=EPOCHS, eval_every=5))
     for resident in (result.rank(rank)["rss_bytes"] for rank in range(world)):
         assert len(resident) == EPOCHS
         assert max(resident[-5:]) - max(resident[SETTLED : SETTLED + 5]) < 5e6

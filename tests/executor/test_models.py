@@ -191,9 +191,8 @@ def case_of(strategy: str, graph: str, **more: Any) -> Case:
 def test_half_the_bytes_and_nearly_the_losses_of_float32(graph, features, run_ranks, graphs):
     """Losses to 1 % of float32's; weights and moments are finer. Sparse columns take 4 bytes."""
     rounded = case_of("graph_parallel", graphs[graph])
-    half, full = run_ranks(
-        2, [rounded, replace(rounded, workload={**rounded.workload, "dtype": "float32"})]
-    )
+    whole = replace(rounded, workload={**rounded.workload, "dtype": "float32"})
+    half, full = run_ranks(2, rounded), run_ranks(2, whole)
     assert half.losses == pytest.approx(full.losses, rel=0.01) and half.losses != full.losses
     for ours, theirs in ((half.rank(rank), full.rank(rank)) for rank in range(2)):
         assert 2 * ours["bytes"]["halo"] == theirs["bytes"]["halo"]
@@ -215,7 +214,7 @@ def test_columns_that_bfloat16_does_not_hold_cross_whole(run_ranks, graphs, tmp_
     arrays["x_indices"], arrays["x_shape"] = 260 + arrays["x_indices"], [60, 300]
     np.savez(tmp_path / "wide.npz", **arrays)
     case = case_of("graph_parallel", str(tmp_path / "wide.npz"), optimizer="sgd")
-    (ranks,), alone = run_ranks(2, [case]), one_process(run_ranks, case)
+    ranks, alone = run_ranks(2, case), one_process(run_ranks, case)
     assert ranks.losses == pytest.approx(alone.losses, rel=2**-9)
     assert difference(ranks.weights, alone.weights) <= 0.01
 

@@ -136,7 +136,7 @@ def test_all_ranks_of_p3_begin_in_one_order(run_ranks, model):
     how = {"model": model, "layers": 3, "hidden": 8, "seed": 3}
     how |= {"mode": "mini", "batch": 40, "fanout": (3, 3, 2)}
     case = Case("p3(pipelined=True)", GRAPH, how, streams=True)
-    spans = sorted(run_ranks(3, [case])[0].spans, key=lambda span: span.start)
+    spans = sorted(run_ranks(3, case).spans, key=lambda span: span.start)
     orders = [
         [span.label for span in spans if span.rank == rank and span.lane in ("comm", "reduce")]
         for rank in range(3)

@@ -417,7 +417,7 @@ def test_two_ranks_train_it_as_one_does(code, servers, strategy, more, tmp_path,
         tmp_path, {"Contrast": EXAMPLE, "M": ATTENDING}[code], code, dropout=0.25, lr=0.05, **more
     )
     case = Case(strategy, graphs["rough"], workload.model_dump(), servers=servers)
-    (result,) = run_ranks(2, [case])
+    result = run_ranks(2, case)
     alone = replace(case, strategy="data_parallel" if more else "graph_parallel", servers=1)
     assert result.losses == pytest.approx(run_ranks.alone(alone).losses, rel=1e-9)
     runs.test_bytes_of_every_operation(runs.FinishedRun(result))

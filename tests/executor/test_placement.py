@@ -70,7 +70,7 @@ def test_ranks_that_torchrun_starts(run_ranks, fork_server, graphs, tmp_path):
     ended = fork_server.run([(words, env | {"RANK": k, "LOCAL_RANK": k}) for k in "0123"], tmp_path)
     assert [rank.code for rank in ended] == [0] * 4, ended
     assert [rank.stdout.strip() for rank in ended] == ["0 1 1", "1 3 3", "2 0 0", "3 2 2"]
-    must_be_as_planned(Result(case, 4, out), run_ranks(4, [case])[0], candidate)
+    must_be_as_planned(Result(case, 4, out), run_ranks(4, case), candidate)
 
 
 DELAY = 0.2  # [s] of rank 1 in every step, after all ranks have met
@@ -113,9 +113,9 @@ def test_a_failed_case_ends_its_world_only(tmp_path, graphs, fork_server, monkey
     try:
         case = Case("graph_parallel", graphs["rough"], {"layers": 2}, epochs=1)
         with pytest.raises(AssertionError, match="needs a layer per stage"):
-            ranks(2, [Case("gnnpipe(stages=2)", graphs["rough"], {"layers": 1})])
+            ranks(2, Case("gnnpipe(stages=2)", graphs["rough"], {"layers": 1}))
         assert not ranks.worlds[2, False].processes
-        ranks(2, [case])
+        ranks(2, case)
         first = ranks.worlds[2, False].processes
         first[1].kill()
         with pytest.raises(AssertionError, match="rank 1 of 2 failed"):
@@ -123,11 +123,11 @@ def test_a_failed_case_ends_its_world_only(tmp_path, graphs, fork_server, monkey
             ranks.worlds[2, False].run(case, tmp_path / "killed")
         assert all(process.exitcode is not None for process in first)
         # who was no longer waited for answered the next case, and sixty tests failed behind one
-        ranks(2, [case])
+        ranks(2, case)
         with monkeypatch.context() as patch, pytest.raises(TimeoutError):
             patch.setattr(connection, "wait", Mock(side_effect=TimeoutError))
-            ranks(2, [case])
-        assert ranks(2, [replace(case, epochs=2)])[0].losses[1:]
+            ranks(2, case)
+        assert ranks(2, replace(case, epochs=2)).losses[1:]
     finally:
         ranks.close()
     assert not any(world.processes for world in ranks.worlds.values())
@@ -136,7 +136,7 @@ def test_a_failed_case_ends_its_world_only(tmp_path, graphs, fork_server, monkey
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has it")
 def test_gloos_threads_wait_for_their_turn(run_ranks, graphs):
     """Gloo's thread displaced those that held its lock: 1 KB among four ranks took 4 ms."""
-    run_ranks(2, [Case("graph_parallel", graphs["rough"], {"layers": 2}, epochs=1)])
+    run_ranks(2, Case("graph_parallel", graphs["rough"], {"layers": 2}, epochs=1))
     for process in run_ranks.worlds[2, False].processes:
         threads = list(Path(f"/proc/{process.pid}/task").iterdir())
         assert any((thread / "comm").read_text().startswith("gloo") for thread in threads)

@@ -327,7 +327,7 @@ CASES = [
 
 
 def trained(run_ranks: Ranks, world: int, case: Case) -> Result:
-    return run_ranks.alone(case) if world == 1 else run_ranks(world, [case])[0]
+    return run_ranks.alone(case) if world == 1 else run_ranks(world, case)
 
 
 def losses(run: Result) -> torch.Tensor:
@@ -370,9 +370,9 @@ def test_history_is_made_of_the_weights_that_go_on(run_ranks, graphs):
     """Without dropout the loss of the first epoch after it is exact; initial weights' rows are off."""
     case = Case("graph_parallel", graphs["rough"], {**FULL, "dropout": 0.0}, epochs=4)
     unbroken = run_ranks.alone(replace(case, epochs=5))
-    broken = run_ranks(3, [replace(case, checkpoint_every=2)])[0]
+    broken = run_ranks(3, replace(case, checkpoint_every=2))
     onwards = replace(case, strategy="gnnpipe(stages=2,chunks=4)", epochs=5)
-    resumed = run_ranks(2, [replace(onwards, resume=str(broken.out))])[0]
+    resumed = run_ranks(2, replace(onwards, resume=str(broken.out)))
     torch.testing.assert_close(losses(resumed), losses(unbroken), rtol=1e-5, atol=0)
 
 
@@ -380,16 +380,17 @@ def test_both_plans_go_on_until_the_next_has_checkpoints_of_its_own(run_ranks, g
     """Three ranks died in their first epoch: nothing of the two before them is lost, and both can
     go on. Once the three have two checkpoints, nothing is left of those before."""
     case = Case("graph_parallel", graphs["rough"], FULL, epochs=LAST)
-    unbroken, broken = run_ranks(2, [case, replace(case, epochs=5, checkpoint_every=2)])
+    shorter = replace(case, epochs=5, checkpoint_every=2)
+    unbroken, broken = run_ranks(2, case), run_ranks(2, shorter)
     died = replace(case, epochs=5, resume=str(broken.out))
-    run_ranks(3, [died])
+    run_ranks(3, died)
     assert last_stored(broken.out, range(3)) == 4
     again = tmp_path / "again"
     shutil.copytree(broken.out, again)
-    back = run_ranks(2, [replace(case, resume=str(again))])[0]
+    back = run_ranks(2, replace(case, resume=str(again)))
     assert all(torch.equal(back.weights[name], p) for name, p in unbroken.weights.items())
     assert back.rank(0)["before"] == []
-    on = run_ranks(3, [replace(died, epochs=LAST, checkpoint_every=1)])[0]
+    on = run_ranks(3, replace(died, epochs=LAST, checkpoint_every=1))
     torch.testing.assert_close(losses(on), losses(unbroken), rtol=1e-5, atol=0)
     kept = {path.name for path in (broken.out / "checkpoints").iterdir()}
     assert kept == {f"epoch{epoch}.rank{r}.safetensors" for epoch in (6, 7) for r in range(3)}

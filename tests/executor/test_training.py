@@ -42,7 +42,7 @@ ON_BATCHES = [(2, 1, "data_parallel"), (2, 1, "gsplit"), (2, 1, "p3"), (4, 2, "p
 def test_the_smallest_error_is_the_best(run_ranks, graphs, tmp_path):
     how = {**FULL, "model": "sage", "lr": 0.05, "patience": 2}
     case = Case("graph_parallel", source("one", graphs, tmp_path), how, epochs=20, eval_every=1)
-    (run,) = run_ranks(2, [case])
+    run = run_ranks(2, case)
     errors = [row["val_mae"] for row in run.metrics]
     assert run.rank(0)["best"]["epoch"] == 1 + int(np.argmin(errors)) == len(errors) - 2
 
@@ -83,7 +83,7 @@ def test_the_best_weights_by_validation_are_left(run_ranks, graphs, more):
     for world, servers, strategy in ON_FULL_GRAPHS[third]:
         if more and ("tensor3d" in strategy or "gnnpipe" in strategy):
             continue  # they have no batch norm
-        (run,) = run_ranks(world, [replace(case, strategy=strategy, servers=servers)])
+        run = run_ranks(world, replace(case, strategy=strategy, servers=servers))
         assert len(run.metrics) == last, strategy
         assert [run.rank(rank)["best"]["epoch"] for rank in range(world)] == [best] * world
         assert run.rank(0)["best"]["score"] == run.metrics[best - 1]["val_accuracy"]
@@ -96,13 +96,13 @@ def test_the_best_weights_by_validation_are_left(run_ranks, graphs, more):
 def test_a_resumed_run_remembers_its_best(run_ranks, graphs, strategy):
     """It ends where the unbroken one does, to the bit. Resumed once more it trains no more."""
     case = replace(patient(graphs), strategy=strategy)
-    (unbroken,) = run_ranks(2, [case])
+    unbroken = run_ranks(2, case)
     last, best = len(unbroken.metrics), unbroken.rank(0)["best"]["epoch"]
     assert 1 < best < last - 1
-    (broken,) = run_ranks(2, [replace(case, epochs=last - 1, checkpoint_every=1)])
+    broken = run_ranks(2, replace(case, epochs=last - 1, checkpoint_every=1))
     again = replace(case, checkpoint_every=1, resume=str(broken.out))
     for _ in range(2):
-        (resumed,) = run_ranks(2, [again])
+        resumed = run_ranks(2, again)
         assert len(resumed.metrics) == last
         assert resumed.rank(0)["best"] == unbroken.rank(0)["best"]
         assert all(torch.equal(resumed.weights[n], p) for n, p in unbroken.weights.items())
@@ -111,9 +111,9 @@ def test_a_resumed_run_remembers_its_best(run_ranks, graphs, strategy):
 def test_another_plan_takes_over_the_best(run_ranks, graphs):
     case = patient(graphs)
     best, last, weights = train_patiently(case)
-    (broken,) = run_ranks(2, [replace(case, epochs=best + 1, checkpoint_every=1)])
+    broken = run_ranks(2, replace(case, epochs=best + 1, checkpoint_every=1))
     onwards = replace(case, strategy="gnnpipe(stages=2,chunks=1)", resume=str(broken.out))
-    (resumed,) = run_ranks(2, [onwards])
+    resumed = run_ranks(2, onwards)
     assert len(resumed.metrics) == last and resumed.rank(0)["best"]["epoch"] == best
     assert difference(resumed.weights, weights) <= 1e-9
 
@@ -183,7 +183,7 @@ Gradients = dict[str, tuple[Tensor, Tensor]]  # of a parameter, used and exact
 def test_the_staleness_error_is_used_minus_true(run_ranks, graphs, strategy):
     """Of every layer and step, over both ranks, for rows ('f') and gradients ('b')."""
     case = Case(strategy, graphs["rough"], small("gcnii"), epochs=5, staleness_errors=True)
-    recursion, result = recursion_of(case, 2), run_ranks(2, [case])[0]
+    recursion, result = recursion_of(case, 2), run_ranks(2, case)
     recursion.losses(case.epochs)
     left = [result.rank(rank)["staleness"] for rank in range(2)]
     assert left[0].keys() == left[1].keys() == recursion.errors.keys()
@@ -235,7 +235,9 @@ def test_the_gradient_error_is_that_of_brute_force(
     how = small(model, dropout=dropout, norm=norm)
     case = Case(strategy, graphs.get(graph, FEW), how, epochs=4, gradient_errors=True)
     expected = gradients_of(recursion_of(case, world), case.epochs)
-    result, unmeasured = run_ranks(world, [case, replace(case, gradient_errors=False)])
+    result, unmeasured = (
+        run_ranks(world, replace(case, gradient_errors=asked)) for asked in (True, False)
+    )
     assert unmeasured.losses == result.losses and unmeasured.rank(0)["gradient_errors"] == {}
     assert unmeasured.rank(0)["bytes"] == result.rank(0)["bytes"]
     left = result.rank(0)["gradient_errors"]

@@ -390,7 +390,7 @@ def test_coras_gat_trains_on_coras_words(tmp_path, run_ranks):
     problem, notes = with_user_model(plain, f"{HERE / 'zoo_dgl.py'}:DroppingGAT")
     assert problem.stats.nonzeros == 0 and "are made dense" in " ".join(notes)
     case = replace(case, workload=problem.workload.model_dump())
-    (two,) = run_ranks(2, [case])
+    two = run_ranks(2, case)
     assert two.losses == pytest.approx(run_ranks.alone(case).losses, rel=1e-9)
 
 

@@ -293,7 +293,7 @@ class Keeper:
                 has_norm and mode == "mini" and strategy.name != "gsplit"
             )
             try:
-                (result,) = self.run_ranks(2, [replace(case, strategy=text)])
+                result = self.run_ranks(2, replace(case, strategy=text))
                 # several steps in an epoch go their own way
                 close = CLOSE if strategy.steps(problem) == 1 else math.inf
                 planned = strategy.predict(problem).bytes_total

@@ -30,7 +30,7 @@ from gnnplan.planner.strategies.minibatch.supply import OPENING
 from gnnplan.planner.strategies.program.account import fullest, predict
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.schedule import Collective, Schedule
-from gnnplan.simulator.player import TaskGraph, play, serial
+from gnnplan.simulator.player import TaskGraph, play
 from gnnplan.testing import laws
 from gnnplan.testing.laws import GRAPHS
 
@@ -119,12 +119,9 @@ def must_be_as_simulated(strategy: Strategy, problem: Problem) -> Schedule:
     pipelined = isinstance(strategy, P3) and strategy.pipelined
     steps, p = strategy.steps(problem), strategy.predict(problem)
     schedule = strategy.schedule(problem, steps * (1 + 4 * pipelined))
-    task_graph = TaskGraph(schedule, problem.cost)
-    alone, played = (
-        play(schedule, problem.cost, contention=contention, task_graph=task_graph)
-        for contention in (False, True)
-    )
-    ends = [alone.end_s, played.end_s, serial(schedule, problem.cost, task_graph)]
+    tasks = TaskGraph(schedule, problem.cost)
+    alone, played = (tasks.play(contention) for contention in (False, True))
+    ends = [alone.end_s, played.end_s, tasks.serial_s]
     closed = float(p.epoch_s)
     told = (strategy, closed, ends)
     assert all(low <= high * (1 + ROUND) for low, high in pairwise(ends)), told

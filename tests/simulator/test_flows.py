@@ -13,6 +13,7 @@ from asked import changed, epochs_s
 from hypothesis import given
 from hypothesis import strategies as st
 from nightly import NIGHT, covered, pairs
+from scipy.sparse import csc_array
 
 from gnnplan.planner.cluster import compute
 from gnnplan.planner.cluster.cost import Cost
@@ -35,11 +36,8 @@ def flows(
     paths: list[dict[int, float]], capacity: list[float], nbytes: list[float] | None = None
 ) -> Flows:
     """Each flow's ports with their weights."""
-    passes = [(i, port, weight) for i, path in enumerate(paths) for port, weight in path.items()]
-    flow, port, weight = (np.array(column) for column in zip(*passes, strict=True))
-    return Flows(
-        np.array(nbytes or [1.0] * len(paths)), flow, port, weight.astype(float), np.array(capacity)
-    )
+    passes = [[path.get(port, 0.0) for path in paths] for port in range(len(capacity))]
+    return Flows(np.array(nbytes or [1.0] * len(paths)), csc_array(passes), np.array(capacity))
 
 
 def test_three_flows_over_two_links():
@@ -71,27 +69,25 @@ def questions(draw: st.DrawFn, most: int = 6, ports: int = 4) -> Flows:
 @given(questions(most=30, ports=6))
 def test_every_flow_has_a_full_port_where_nobody_is_faster(asked):
     """Which is what max-min fair means (Bertsekas and Gallager, Data Networks, 6.5.2)."""
-    rates = asked.rates()
-    filled = np.bincount(asked.port, asked.weight * rates[asked.flow], asked.capacity.size)
+    rates, passes = asked.rates(), asked.passes.toarray() > 0
+    filled = asked.passes @ rates
     assert (filled <= asked.capacity * (1 + 1e-9)).all()
     for i in range(rates.size):
         assert any(
             filled[p] >= asked.capacity[p] * (1 - 1e-9)
-            and rates[i] >= rates[asked.flow[asked.port == p]].max() * (1 - 1e-9)
-            for p in asked.port[asked.flow == i]
+            and rates[i] >= rates[passes[p]].max() * (1 - 1e-9)
+            for p in np.flatnonzero(passes[:, i])
         )
 
 
 @given(questions(), st.floats(0, 1))
 def test_all_bytes_pass_and_nothing_is_faster_than_its_ports(asked, every):
     """While in use, a port can carry what flows send through it."""
-    ends, alone = asked.finish(every), np.zeros(asked.nbytes.size)
-    busy = asked.weight * asked.nbytes[asked.flow] / asked.capacity[asked.port]
-    np.maximum.at(alone, asked.flow, busy)
-    assert (ends >= alone * (1 - 1e-9)).all()
-    for port in np.unique(asked.port):
-        mine = asked.port == port
-        assert busy[mine].sum() <= ends[asked.flow[mine]].max() + 1e-9
+    ends = asked.finish(every)
+    busy = asked.passes.toarray() * asked.nbytes / asked.capacity[:, None]  # [ports, flows]
+    assert (ends >= busy.max(0) * (1 - 1e-9)).all()
+    for mine in busy[busy.any(1)]:
+        assert mine.sum() <= ends[mine > 0].max() + 1e-9
     assert asked.bound <= ends.max() * (1 + 1e-9)
 
 

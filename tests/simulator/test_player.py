@@ -29,7 +29,7 @@ from gnnplan.planner.vocabulary.schedule import (
     Work,
 )
 from gnnplan.simulator.noise import Noise, epochs, percentiles, stragglers
-from gnnplan.simulator.player import Timeline, play, serial
+from gnnplan.simulator.player import TaskGraph, Timeline, play
 from gnnplan.testing import laws
 
 
@@ -249,19 +249,19 @@ costs = st.builds(cluster, st.just(2), st.just(2), st.sampled_from([0.0, 0.25, 0
 
 
 @given(schedules(), costs)
-def test_alone_simulated_serial(task_graph, cost):
-    simulated = play(task_graph, cost).end_s
-    assert play(task_graph, cost, contention=False).end_s <= simulated * (1 + 1e-9)
-    assert simulated <= serial(task_graph, cost) * (1 + 1e-9)
+def test_alone_simulated_serial(asked, cost):
+    tasks = TaskGraph(asked, cost)
+    simulated = tasks.play().end_s
+    assert tasks.play(contention=False).end_s <= simulated * (1 + 1e-9)
+    assert simulated <= tasks.serial_s * (1 + 1e-9)
 
 
 @given(schedules(), st.sampled_from([1.0, 1.5, 2.0, 10.0]))
-def test_a_faster_network_is_never_slower_without_contention(task_graph, speed):
-    slow, fast = cluster(2, 2, 0.3), cluster(2, 2, 0.3, speed)
-    assert play(task_graph, fast, contention=False).end_s <= play(
-        task_graph, slow, contention=False
-    ).end_s * (1 + 1e-9)
-    assert serial(task_graph, fast) <= serial(task_graph, slow) * (1 + 1e-9)
+def test_a_faster_network_is_never_slower_without_contention(asked, speed):
+    slow, fast = (TaskGraph(asked, cluster(2, 2, 0.3, times)) for times in (1.0, speed))
+    ends = [tasks.play(contention=False).end_s for tasks in (fast, slow)]
+    assert ends[0] <= ends[1] * (1 + 1e-9)
+    assert fast.serial_s <= slow.serial_s * (1 + 1e-9)
 
 
 @given(schedules(), costs, st.booleans())
@@ -347,7 +347,7 @@ def question(family: str) -> Problem:
 def test_a_synchronous_epoch_takes_the_slowest_of_its_ranks(ranks, jitter):
     """The largest of n lognormals of mean 1, sampled by numpy's own; four standard errors."""
     schedule, cost = in_step(ranks, steps=51)
-    seconds = epochs(schedule, cost, 1, Noise(jitter), repetitions=20)
+    seconds = epochs(TaskGraph(schedule, cost), 1, Noise(jitter), repetitions=20)
     sigma = np.sqrt(np.log(1 + jitter**2))
     slowest = np.random.default_rng(1).lognormal(-(sigma**2) / 2, sigma, (100_000, ranks)).max(1)
     assert len(seconds) == 1000
@@ -363,15 +363,15 @@ def test_a_synchronous_epoch_takes_the_slowest_of_its_ranks(ranks, jitter):
 def test_jitter_averages_out_within_a_rank():
     """100 computations in a row vary a tenth as much as one; without waits they keep their mean."""
     schedule, cost = in_step(1, steps=41, pieces=100)
-    seconds = epochs(schedule, cost, 1, Noise(0.4), repetitions=10)
+    seconds = epochs(TaskGraph(schedule, cost), 1, Noise(0.4), repetitions=10)
     assert seconds.mean() == pytest.approx(100, rel=4 * 0.04 / 20)
     assert 0.7 < seconds.std() / 4.0 < 1.3
 
 
 def test_a_straggler_of_a_synchronous_step_is_what_all_wait_for():
-    schedule, cost = in_step(4, steps=3, pieces=2)
-    assert epochs(schedule, cost, 1, Noise(stragglers={2: 2.5}), 2) == pytest.approx([5.0] * 4)
-    assert epochs(schedule, cost, 1, Noise(stragglers={0: 3, 2: 2.5}), 1) == pytest.approx([6] * 2)
+    tasks = TaskGraph(*in_step(4, steps=3, pieces=2))
+    assert epochs(tasks, 1, Noise(stragglers={2: 2.5}), 2) == pytest.approx([5.0] * 4)
+    assert epochs(tasks, 1, Noise(stragglers={0: 3, 2: 2.5}), 1) == pytest.approx([6] * 2)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -393,7 +393,9 @@ def test_laws(family):
         calm_s = play(schedule, cost, factors=noise.factors(schedule, 0)).end_s
         assert ends[-1] >= calm_s * (1 - 1e-9)
     assert max(ends) > plain.end_s
-    once, again, other = (epochs(schedule, cost, batches, Noise(0.2, seed=s), 2) for s in (1, 1, 2))
+    once, again, other = (
+        epochs(TaskGraph(schedule, cost), batches, Noise(0.2, seed=s), 2) for s in (1, 1, 2)
+    )
     assert len(once) == 4 and (once == again).all() and (once != other).any()
     assert (once[:2] != once[2:]).any()
     tasks = [task.work for task in schedule.tasks]
