@@ -179,7 +179,7 @@ class Problem:
     def __post_init__(self) -> None:
         graph, stats, module = self.graph, self.stats, self.workload.module
         if graph and self.workload.precision != FLOAT64:
-            graph = graph.in_float32()
+            graph = graph.in_float32(module.reads if module else ())
         if graph and self.workload.is_cut:  # the user's code may need dense features
             graph, stats = graph.dense(), stats.made_dense()
         if module is not None and module.inputs:
