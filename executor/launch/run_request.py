@@ -19,8 +19,15 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
-from gnnplan.executor.ranks.checkpoint import must_have_epochs, plan_of, resumable
+from gnnplan.executor.ranks.checkpoint import (
+    file_of,
+    header,
+    must_have_epochs,
+    plan_of,
+    resumable,
+)
 from gnnplan.executor.ranks.checkpoint import question as resumed_question
+from gnnplan.executor.ranks.learner import is_over
 from gnnplan.executor.ranks.rendezvous import launcher_env
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision.plan import chosen, placement, question, read, write
@@ -37,6 +44,7 @@ from gnnplan.planner.vocabulary.files import (
     write_atomically,
 )
 from gnnplan.planner.vocabulary.numbers import PerRank
+from gnnplan.planner.vocabulary.units import show_count
 
 MAX_FILE = 1 << 16  # [B] of options.json
 MOST = 10**9  # largest number of epochs, or restarts
@@ -316,6 +324,14 @@ def must_go_on(
         raise SpecError(
             f"{out} has a checkpoint of epoch {last}, but only {epochs} epochs are asked for; use"
             f" --epochs {least} or more"
+        )
+    written = header(file_of(out / "checkpoints", last, 0), checked=False) if before else None
+    patience = before and before["workload.patience"]
+    if written and patience and is_over(written["notes"]["best"], patience):
+        raise SpecError(
+            f"{out} ended at epoch {last}, {show_count(patience, 'epoch')} after its best"
+            f" (patience={patience}), so another plan has nothing left to train; start anew with"
+            " another --out"
         )
     if logs:
         must_have_epochs(out / "metrics.jsonl", last)

@@ -80,7 +80,8 @@ class Targets:
         if self.learned == "numbers":
             parts &= ~np.isnan(y.numpy()).any(1)
         self.parts = torch.from_numpy(parts).to(device)  # which rows count for each split [3, R]
-        self.total = weight_of(graph, workload) if total is None else total
+        total = weight_of(graph, workload) if total is None else total
+        self.total = total or 1.0  # classes of a mini-batch may all weigh 0
         self.weights = self.rows = None
         if (weights := class_weights(graph, workload)) is not None:
             self.weights = torch.from_numpy(weights).to(device, self.dtype)

@@ -309,4 +309,9 @@ class Best:
     @property
     def ends(self) -> bool:
         """Whether `patience` epochs have passed without a better score."""
-        return bool(self.notes["last"] - self.epoch >= self.patience)
+        return is_over(self.notes, self.patience)
+
+
+def is_over(best: Json, patience: int) -> bool:
+    """Whether `patience` epochs have passed without a better score, by `Best.notes`."""
+    return bool(best["last"] - best["epoch"] >= patience)

@@ -115,6 +115,13 @@ class Module(Spec):
     ends: bool = False  # cut modules: batch norm, and perhaps more, follows the last layer
     norms_edges: bool = False  # cut modules: a batch norm of rows of edges
 
+    @property
+    def reads(self) -> set[str]:
+        """The fields of the graph that `forward` reads, such as 'vertex pos'."""
+        of_vertices = (*self.inputs, *self.vertex_fields)
+        names = {f"vertex {name}" for name, *_ in of_vertices}
+        return names | {f"edge {name}" for name, *_ in self.edge_fields}
+
 
 class Workload(Fields):
     """A GNN and its training options. `unread` names options that have no effect on it."""

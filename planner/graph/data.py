@@ -86,12 +86,14 @@ def read_labels(
         return nothing
     y = typed(path, "y", y, "iufb", (1, 2))
     if numbers or _are_numbers(y := class_ids(path, "y", y)):
+        wide = y.reshape(len(y), -1)
         with np.errstate(over="ignore", invalid="ignore"):
-            y = y.reshape(len(y), -1).astype(np.float32)
+            y = wide.astype(np.float32)
         if np.isinf(y).any():
+            first, *_ = np.argwhere(np.isinf(y)).tolist()
             raise SpecError(
-                f"{path}: y{np.argwhere(np.isinf(y))[0].tolist()}: numbers to predict must be"
-                " finite in float32 (NaN: none); scale them"
+                f"{path}: y{first}: numbers to predict must be finite in float32 (NaN: none), found"
+                f" {wide[tuple(first)]:.6g}; scale them"
             )
         found = Labels(y, y.shape[1], ~np.isnan(y).any(1), numbers=True)
     elif y.ndim == 2:
@@ -118,7 +120,8 @@ def _targets(path: str, y: Array, labelled: Array) -> Array:
         raise SpecError(
             f"{path}: y{where}: multi-label targets [N, C] must lie in [0, 1], found"
             f" {found or f'shape {y.shape}'}; save 0 or 1 for each class, write -1 for all classes"
-            " of a vertex without labels, or save class ids as integers [N]"
+            " of a vertex without labels, or save class ids as integers [N]; for numbers to"
+            " predict, use --task regression"
         )
     return y.astype(np.uint8 if np.isin(y, (0, 1)).all() else np.float32)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
@@ -76,6 +76,8 @@ class GraphStats:
     held_out: int = 0  # link prediction: directed held-out edges, not counted in `edges`
     numbers: bool = False  # regression: y holds numbers, `classes` of them per vertex
     beyond_float32: float = 0.0  # largest magnitude of the features, if it is infinite in float32
+    # the same of fields, such as 'vertex pos' or 'edge edge_weight', that are infinite in float32
+    fields_beyond_float32: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     @property
     def dense(self) -> bool:
@@ -181,15 +183,20 @@ class Graph:
         x = self.x[rows]
         return np.asarray(x.toarray() if sp.issparse(x) else x)
 
-    def in_float32(self) -> Graph:
+    def in_float32(self, fields: Collection[str] = ()) -> Graph:
         """Return the graph with features in float32; features that stay in their file are kept.
 
-        Raises SpecError for features that are infinite in float32."""
-        if found := self.stats.beyond_float32:
-            raise SpecError(
-                f"{self.stats.source}: x: features must be finite in float32, found magnitudes up"
-                f" to {found:.6g}; scale them, or use --dtype float64"
-            )
+        fields: those that a module reads, such as 'vertex pos'. Raises SpecError for features, and
+        for such fields, that are infinite in float32."""
+        beyond = {"vertex x": self.stats.beyond_float32, **self.stats.fields_beyond_float32}
+        for name, found in beyond.items():
+            if found and name in ("vertex x", *fields):
+                what = "features" if name == "vertex x" else "numbers"
+                raise SpecError(
+                    f"{self.stats.source}: {name.partition(' ')[2]}: {what} must be finite in"
+                    f" float32, found magnitudes up to {found:.6g}; scale them, or use --dtype"
+                    " float64"
+                )
         if self.x.dtype == np.float32 or not (type(self.x) is np.ndarray or sp.issparse(self.x)):
             return self
         x = self.x.astype(np.float32)
@@ -371,6 +378,11 @@ def finish(graph: Graph) -> Graph:
         nonzeros=nonzeros * sparse,
         spread=spread_of(graph.degree),
         beyond_float32=beyond,
+        fields_beyond_float32={
+            name: largest
+            for name, array in fields.items()
+            if array.dtype == np.float64 and (largest := _beyond_float32(array))
+        },
     )
     return dataclasses.replace(graph, stats=stats, x=x)
 

@@ -179,7 +179,7 @@ class Problem:
     def __post_init__(self) -> None:
         graph, stats, module = self.graph, self.stats, self.workload.module
         if graph and self.workload.precision != FLOAT64:
-            graph = graph.in_float32()
+            graph = graph.in_float32(module.reads if module else ())
         if graph and self.workload.is_cut:  # the user's code may need dense features
             graph, stats = graph.dense(), stats.made_dense()
         if module is not None and module.inputs:
@@ -231,6 +231,13 @@ class Problem:
                 f"class_weights needs a number per class ({len(weights):,} numbers, classes of"
                 f" {stats.name}: {stats.classes:,}); give as many numbers, or balanced"
             )
+        if weights not in (None, BALANCED) and 0.0 in weights and self.graph:
+            trained = np.bincount(self.graph.y[self.graph.train], minlength=stats.classes)
+            if not trained @ np.array(weights):
+                raise SpecError(
+                    f"class_weights must weigh a class of a training vertex, and all weigh 0 (of"
+                    f" {np.count_nonzero(trained):,} classes); give one of them more, or balanced"
+                )
         if workload.patience and self.graph and learned != "link" and not self.graph.val.any():
             raise SpecError(
                 f"patience={workload.patience} needs scores of validation vertices, and"

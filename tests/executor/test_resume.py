@@ -352,6 +352,18 @@ def test_another_plan_goes_on(before, ranks_before, after, ranks, workload, run_
         assert left["epochs"] == LAST - 4
 
 
+def test_another_plan_does_not_go_on_from_an_early_end(run_ranks, graphs):
+    """It trained no epoch, and `validate` could read the folder no more."""
+    how = {**FULL, "lr": 1e-9, "patience": 1}
+    case = Case("graph_parallel", graphs["rough"], how, epochs=6, eval_every=1, checkpoint_every=1)
+    out = run_ranks.alone(case).out
+    problem, other = case.problem(1), replace(case, strategy="graph_parallel(narrow=True)")
+    must_go_on(out, 2, 6, last_of(out, problem, case.settled(problem))[1])
+    last, before = last_of(out, problem, other.settled(problem))
+    with pytest.raises(SpecError, match=r"ended at epoch 2, 1 epoch after its best .*anew"):
+        must_go_on(out, last, 6, before)
+
+
 def test_a_trace_begins_with_the_plan(run_ranks, graphs):
     """However many epochs another has trained: spans are kept of the first 60 steps."""
     case = Case("graph_parallel", graphs["rough"], FULL, epochs=62, checkpoint_every=62)

@@ -150,11 +150,19 @@ def test_plans_count_what_is_kept_of_each_weight(graphs, how, state):
         ("rough", {"loss": "mse"}, "loss=mse needs numbers as targets, and .* of rough are one"),
         ("multi", {"class_weights": "balanced"}, "need one class per vertex, and the targets of"),
         ("rough", {"class_weights": (1.0, 2.0)}, r"\(2 numbers, classes of rough: 4\)"),
+        ("rough", {"class_weights": (0.0,) * 4}, r"all weigh 0 \(of 4 classes\); give one of"),
     ],
 )
 def test_what_does_not_suit_the_targets_is_refused(graphs, graph, how, words):
     with pytest.raises(SpecError, match=words):
         Case("graph_parallel", graphs[graph], how).problem(1)
+
+
+def test_a_batch_of_classes_that_weigh_nothing_has_no_loss(run_ranks, graphs):
+    """Its loss was 0 / 0, which ended the run."""
+    how = {"mode": "mini", "layers": 1, "batch": 1, "class_weights": (0.0, 0.0, 0.0, 1.0)}
+    run = run_ranks.alone(Case("data_parallel", graphs["rough"], how, epochs=2))
+    assert np.isfinite(run.losses).all()
 
 
 def test_a_cosine_has_no_more_epochs_than_planned():

@@ -10,7 +10,7 @@ import scipy.sparse as sp
 from written import from_object, quiet
 
 import gnnplan
-from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.gnn.workload import Module, ModuleLayer, Workload
 from gnnplan.planner.graph import arrays as own_arrays
 from gnnplan.planner.graph import graph as module
 from gnnplan.planner.graph.data import read_labels
@@ -513,6 +513,31 @@ def test_features_beyond_float32_are_kept_in_float64(tmp_path, written):
         Problem(found.stats, found, Workload(dtype="float64"), read_cluster("local"))
         with pytest.raises(SpecError, match=rule):
             Problem(found.stats, found, Workload(), read_cluster("local"))
+
+
+@every_format
+def test_fields_beyond_float32_are_refused_where_a_module_reads_them(tmp_path, written):
+    """They became infinite in float32 without a word, and the loss nan in the first epoch."""
+    pos, edge_attr = X * np.float64(-1e39), np.full(len(SRC), 1e300)
+    if written in (as_dgl, as_text):
+        pytest.skip("text has no fields, and as_dgl writes none of edges")
+    graph = written(tmp_path, HOLDS | {"pos": pos, "edge_attr": edge_attr})
+    write_parts(graph, np.arange(N, dtype=np.int32) % 2, "hash", 0, tmp_path / "parts")
+    layer = ModuleLayer(h_in=8, h_out=2)
+    for found in (graph, load(str(tmp_path / "parts"))):
+        assert Problem(found.stats, found, Workload(), read_cluster("local")).graph
+        for told, fields in {
+            r"pos: numbers .* up to [\d.]+e\+39; scale": {"inputs": (("x", 4), ("pos", 4))},
+            "pos: numbers must be finite": {"vertex_fields": (("pos", (4,), "<f8", 0),)},
+            r"edge_attr: .* 1e\+300; scale": {"edge_fields": (("edge_attr", (), "<f8", 0),)},
+        }.items():
+            facts = {"file": "m.py", "name": "M", "sha256": "", "features": 4, "classes": 2}
+            module = Module(layers=(layer,), **facts, **fields)
+            own = {"model": "own", "layers": 1, "hidden": 2, "module": module}
+            with pytest.raises(SpecError, match=told):
+                Problem(found.stats, found, Workload(**own), read_cluster("local"))
+            exact = Workload(dtype="float64", **own)
+            assert Problem(found.stats, found, exact, read_cluster("local")).graph
 
 
 @every_format

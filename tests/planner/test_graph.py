@@ -308,6 +308,8 @@ EDGES_ALONE = dict.fromkeys(SMALL) | {"src": [0], "dst": [1]}
         ({"y": [0, 1, 0, 1, 2], "meta": '{"classes": 2}'}, r"y\[4\]: .* ids 0 to 1 .* found 2"),
         ({"y": [2.0**60, 1, 0, 1, 0]}, r"y\[0\]: labels must be whole class ids .* 1\.15"),
         ({"y": [0.5, 1, 0, np.inf, 0]}, r"y\[3, 0\]: numbers to predict must be finite"),
+        ({"y": [0.5, 1, 0, -1e39, 0]}, r"y\[3, 0\]: .* found -1e\+39; scale them"),
+        ({"y": np.full((5, 2), 1e39)}, r"found \[1e\+39\]; .* for numbers to predict, use --task"),
         (
             {"y": NAN},
             r"y\[0, 0\]: multi-label targets \[N, C\] must lie in \[0, 1\], found \[nan(?s:.*)-1 for all",

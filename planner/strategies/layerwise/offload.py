@@ -458,7 +458,8 @@ class Offload(Strategy):
                 return min(powers, key=lambda chunks: needed(chunks, estimate))
             least_s = epoch_s(chosen)
             for more in fit:
-                if (seconds := epoch_s(more)) > PAYS * least_s:
+                fits_servers = replace(self, chunks=more).fits_servers(estimate)
+                if not fits_servers or (seconds := epoch_s(more)) > PAYS * least_s:
                     break
                 chosen, least_s = more, seconds
             tries = [chunks for chunks in powers if chunks >= chosen][:TRIES]
