@@ -83,7 +83,9 @@ class M(nn.Module):
 IN_FORWARD = r"""
     nothing | carried | h = h + 0
     edges backwards | carried | h = self.c(h, edge_index.flip(0))
-    edges backwards by hand | refused | h = torch.zeros_like(h).index_add_(0, src, h[dst])
+    edges backwards by hand | carried by day | few = torch.bincount(src, minlength=len(h)).clamp(min=1)[src, None] ;; h = torch.zeros_like(h).index_add_(0, src, self.lin(h)[dst].tanh() / few)
+    edges backwards, with their weights | adds rows up at edge_index\[0\] | h = torch.zeros_like(h).index_add_(0, src, other[:, None] * h[dst])
+    edges backwards, dropped | adds rows up at edge_index\[0\] | h = torch.zeros_like(h).index_add_(0, src, F.dropout(h[dst], 0.5, self.training))
     the first edges | line 1: getitem makes other edges of a part .* edges by their places | h = self.c(h, edge_index[:, :40])
     edges of heavy weight | either | h = self.c(h, edge_index[:, edge_weight > 0.6])
     edges to larger ids | either | h = self.c(h, edge_index[:, src < dst])
@@ -291,8 +293,9 @@ KEPT = r"""
     a counter in a namespace | forward changes self.kept from call to call | import argparse; self.kept = argparse.Namespace(n=0) | self.kept.n += 1 ;; h = h * (3 if self.kept.n > 99 else 1)
     an array that counts | forward changes self.kept from call to call | self.kept = np.zeros(1) | self.kept += 1 ;; h = h * (3 if self.kept[0] > 99 else 1)
     a schedule with a lambda | forward changes self.kept.last_epoch from call to call | self.kept = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD([nn.Parameter(torch.ones(1))], 1.0), lambda t: 1.0) | self.kept.last_epoch += 1 ;; h = h * (3 if self.kept.last_epoch > 99 else 1)
-    gates of 0 | adds rows up at edge_index\[0\] | self.kept = nn.ParameterList([torch.zeros(()), torch.zeros(())]) | w = softmax((h[src] * h[dst]).sum(1), src, num_nodes=len(h)) ;; h = self.kept[0] * (h + self.kept[1] * torch.zeros_like(h).index_add(0, dst, w[:, None] * h[src]))
+    gates of 0 | adds rows up at edge_index\[0\] | self.kept = nn.ParameterList([torch.zeros(()), torch.zeros(())]) | w = softmax(other * (h[src] * h[dst]).sum(1), src, num_nodes=len(h)) ;; h = self.kept[0] * (h + self.kept[1] * torch.zeros_like(h).index_add(0, dst, w[:, None] * h[src]))
     as many columns as small graphs have rows | carried by day | self.kept = nn.ModuleList([nn.Linear(8, 53), SAGEConv(53, 8)]) | h = self.kept[1](self.kept[0](h).relu(), edge_index)
+    a softmax over sources | carried by day | self.kept = None | w = softmax((h[src] * h[dst]).sum(1), src, num_nodes=len(h)) ;; h = torch.zeros_like(h).index_add(0, dst, w[:, None] * h[src])
     a layer in a list | refused | self.kept = [nn.Linear(8, 8).double()] | h = self.kept[0](h)
 """
 
