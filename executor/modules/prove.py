@@ -45,6 +45,7 @@ from gnnplan.executor.modules.cut import Cutter, Program, differing
 from gnnplan.executor.modules.evaluate import Place, tensors
 from gnnplan.executor.modules.pieces import Pieces, drawn, pair_ids
 from gnnplan.executor.modules.record import (
+    CHOSEN,
     COUNTER,
     DROPOUTS,
     INNER,
@@ -768,7 +769,7 @@ def as_pieces_draw(pieces: Pieces, whole: CsrEdges, drop: Drop) -> Dropouts:
 
     def draw(rows: Tensor, p: float) -> Tensor:
         node = next(nodes)
-        ids = torch.arange(rows.shape[node.dim])
+        ids = torch.arange(whole.vertices if node.kind == CHOSEN else rows.shape[node.dim])
         if (edges := node.edges) is not None:
             ids = pair_ids(*pieces.structure.values_on(whole, [edges], {})[edges])
         return drawn(rows, node, ids, drop, p)

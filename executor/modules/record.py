@@ -401,6 +401,8 @@ class _Recorder(TorchFunctionMode):
             return self._answer(self._argument(args[0]), name, lambda: func(*args))
         if name == "squeeze" and len(args) == 1 and not kwargs:  # a rank may have a single row
             args = args[0], tuple(dim for dim, size in enumerate(args[0].shape) if size == 1)
+        if name == "view" and not isinstance(args[-1], torch.dtype):
+            func = Tensor.reshape  # rows may lie beside others
         if name in ("empty", "new_empty", "empty_like"):  # forward writes them before it reads them
             name = name.replace("empty", "zeros")
             func = getattr(Tensor if name == "new_zeros" else torch, name)

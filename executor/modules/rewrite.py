@@ -97,8 +97,11 @@ def with_sizes(small: Recorded, large: Recorded) -> Recorded:
         if is_same:
             return first
         if type(first) is type(second) is int:
-            if (first, second) == (small.vertices, large.vertices):
-                return small.inputs["vertices"]
+            times, rest = divmod(first, small.vertices)
+            if (second, rest) == (times * large.vertices, 0):  # several rows of each vertex
+                size = small.inputs["vertices"]
+                several = Node(operator.mul, (size, times), index=node.index - 0.5, value=first)
+                return size if times == 1 else several
             if edges := counts.get((first, second)):
                 for rival in rivals.get((first, second), ()):
                     as_many = Node(left_none_out, (rival, edges), line=edges.line, path=edges.path)
@@ -296,11 +299,20 @@ def is_batch_norm(node: Node) -> bool:
     return node.call in (F.batch_norm, edge_scale)
 
 
-def edge_sums(rows: Tensor, edges: Tensor, end: int, vertices: int) -> Tensor:
+def _owners(rows: Tensor, edges: Tensor | None, end: int, vertices: int) -> Tensor:
+    """Return the vertex of each row: where its edge ends; of no edges, each has as many rows."""
+    if edges is not None:
+        return edges[end]
+    every = torch.arange(vertices, device=rows.device)
+    return every.repeat_interleave(len(rows) // max(vertices, 1))
+
+
+def edge_sums(rows: Tensor, edges: Tensor | None, end: int, vertices: int) -> Tensor:
     """Return for each vertex the sums, over edges that end there, of rows [E, H], their squares,
     and 1: [N, 2 H + 1]. A batch norm of edges follows from the means of these over all vertices."""
     each = torch.cat([rows, rows.square(), rows.new_ones(len(rows), 1)], 1)
-    return each.new_zeros(vertices, each.shape[1]).index_add(0, edges[end], each)
+    owners = _owners(rows, edges, end, vertices)
+    return each.new_zeros(vertices, each.shape[1]).index_add(0, owners, each)
 
 
 def edge_moments(means: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -322,10 +334,10 @@ def edge_scale(
 
 
 def norm_edges(
-    rows: Tensor, scales: Tensor, edges: Tensor, end: int, bias: Tensor | None
+    rows: Tensor, scales: Tensor, edges: Tensor | None, end: int, bias: Tensor | None
 ) -> Tensor:
     """Normalise rows of edges [E, H], by the rows of edge_scale of the vertices where they end."""
-    mean, scale = scales[edges[end]].chunk(2, 1)
+    mean, scale = scales[_owners(rows, edges, end, len(scales))].chunk(2, 1)
     out = (rows - mean) * scale
     return out if bias is None else out + bias
 
