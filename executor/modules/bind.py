@@ -24,7 +24,7 @@ from torch.nn.parameter import UninitializedBuffer, is_lazy
 from torch.overrides import TorchFunctionMode
 
 from gnnplan.executor.layers.kernels import Block
-from gnnplan.executor.modules.record import Unfit, leaves_of, loops_by, words_of
+from gnnplan.executor.modules.record import Unfit, graphs_by, leaves_of, words_of
 from gnnplan.executor.modules.structure import edge_index_of, inputs_on, typed
 from gnnplan.planner.graph.graph import CsrEdges
 from gnnplan.planner.problem.problem import Problem
@@ -381,7 +381,7 @@ class Small:
             return function(*args, **kwargs)
 
         quietly = warnings.catch_warnings(action="ignore")
-        with torch.no_grad(), quietly, loops_by(self.module, noted):
+        with torch.no_grad(), quietly, graphs_by(self.module, noted):
             for weight in weights:
                 weight.add_(0.1)  # so that a layer whose weights are 0 at first changes rows
             for blocks in range(1, most + 1):

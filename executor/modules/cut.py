@@ -182,8 +182,9 @@ class Cutter:
             node.piece = 0
         elif kinds & {ROWS, CHOSEN, INNER}:
             through = [r for r in node.reads if r.kind == STRUCTURE and not self._is_field(r)]
-            needs_all = INNER in kinds or through or node.drops or is_batch_norm(node)
-            if CHOSEN in kinds and needs_all:
+            needs_all = node.drops or is_batch_norm(node)
+            has_several = CHOSEN in kinds and needs_all and self._has_several(node)
+            if CHOSEN in kinds and (INNER in kinds or through or (needs_all and not has_several)):
                 raise Unfit(
                     f"{node.what} is given rows of some vertices, or several rows of each, where it"
                     " needs one of each; make that first, as out[mask] = rows,"
@@ -192,6 +193,8 @@ class Cutter:
             if INNER in kinds or through:
                 self._through_edges(node)
             else:
+                if has_several and is_batch_norm(node):
+                    self._norm_several(node)
                 self._row_by_row(node)
         else:
             if {*node.reads} & self.learned or {*node.tensor_names} & self.trained:
@@ -201,7 +204,7 @@ class Cutter:
                 self._row_by_row(node) if of_rows else self._through_edges(node)
             elif STRUCTURE in kinds and (node in self.learned or node.drops):
                 node.kind, node.piece = INNER, GATHER  # other numbers in every step
-            elif STRUCTURE in kinds or (FREE in kinds and not self._has_equal_rows(node)):
+            elif STRUCTURE in kinds or (FREE in kinds and not self._is_free(node)):
                 node.kind = STRUCTURE
             else:
                 node.kind = FREE if FREE in kinds else FIXED
@@ -236,6 +239,8 @@ class Cutter:
             picks = replace(node, call=operator.getitem, args=node.args[:2], in_place=False)
             picks.value = self.place.call(picks, {read: read.value for read in picks.reads})
         sizes = {self.n, *(edges.value.shape[1] for edges in self.edge_sets)}
+        chosen = (each.value for each in (node, *node.reads) if each.kind == CHOSEN)
+        sizes |= {value.shape[0] for value in tensors([*chosen])}
 
         def empty(value: Any, times: int = MANY) -> Any:
             """Return an empty tensor of so many times its rows, or so many times a size."""
@@ -263,9 +268,11 @@ class Cutter:
                 " into chunks, to save memory, by x.split(2000)"
             )
 
-    def _has_equal_rows(self, node: Node) -> bool:
-        return self._has_rows(node) and all(
-            torch.equal(rows, rows[:1].expand_as(rows)) for rows in self._rows(node.value)
+    def _is_free(self, node: Node) -> bool:
+        """Whether a value has equal rows, or is a multiple of the number of vertices."""
+        return type(node.value) is int or (
+            self._has_rows(node)
+            and all(torch.equal(rows, rows[:1].expand_as(rows)) for rows in self._rows(node.value))
         )
 
     def _has_rows(self, node: Node) -> bool:
@@ -292,7 +299,7 @@ class Cutter:
         node.kind = ROWS
         if is_batch_norm(node):  # it begins a layer, but not the first one
             self._must_be_normed_by_columns(node, node.value.shape[0] == self.n)
-            piece += 3 if piece % 3 == PREPARE else 2
+            piece = self._after_norm(piece)
         elif not self._has_rows(node) and self._is_vertex_by_vertex(node):
             node.kind = CHOSEN
         else:
@@ -318,7 +325,8 @@ class Cutter:
             raise Unfit(
                 f"{node.what} makes {shapes[0] if shapes else 'no rows'} of the rows of all"
                 f" {self.n} vertices, as a graph's readout or a norm of all rows does; a row here"
-                " is made of its vertex's own and its neighbours'"
+                " is made of its vertex's own and its neighbours': norm by torch.nn.LayerNorm or"
+                " torch.nn.BatchNorm1d"
             )
         if node.drops:
             return
@@ -366,7 +374,7 @@ class Cutter:
         values: dict[Node, Any] = {self.vertices: len(some)}
         for read in (read for read in node.reads if read is not self.vertices):
             values[read] = read.value
-            if read.kind == CHOSEN:
+            if read.kind == CHOSEN or type(read.value) is int:
                 values[read] = self._alone(read, some)
             elif read.kind in (ROWS, FREE):
                 values[read] = tree_map(lambda value: self._rows_of(value, some), read.value)
@@ -389,9 +397,15 @@ class Cutter:
             for value, each in zip(tensors(node.value), joined, strict=True)
         )
 
+    def _has_several(self, node: Node) -> bool:
+        """Whether a call reads as many rows of each vertex, one vertex after the other."""
+        rows = node.reads[0]
+        each = {len(self._alone(rows, vertex)) for vertex in torch.arange(self.n)[:, None]}
+        return each == {len(rows.value) / self.n}
+
     def _through_edges(self, node: Node) -> None:
         if is_batch_norm(node):
-            self._norm_edges(node)
+            self._norm_several(node)
         node.piece = GATHER
         for read in node.reads:
             piece = read.piece if read.kind in (ROWS, INNER) else 0
@@ -409,26 +423,40 @@ class Cutter:
                 "a batch norm without running averages has no moments in evaluation; use"
                 " track_running_stats=True"
             )
+        if len(node.reads) > 1:
+            raise Unfit(
+                "a batch norm whose weights are computed; multiply its rows by them instead"
+            )
         if node.value.ndim != 2 or not has_rows:
             raise Unfit(f"batch norm of {list(node.value.shape)}; flatten its rows")
 
-    def _norm_edges(self, node: Node) -> None:
-        """Let a batch norm of edges read rows of vertices, which another batch norm makes of the
-        sums over the edges into each vertex."""
-        given, edges, end = node.reads[0], self.edge_set_of(node), self.recorded.reader
-        self._must_be_normed_by_columns(node, edges is not None)
+    def _norm_several(self, node: Node) -> None:
+        """Let a batch norm of edges, or of several rows of each vertex, read a row of the vertex,
+        which another batch norm makes of the sums over the edges into it, or over its rows."""
+        given, end = node.reads[0], self.recorded.reader
+        edges = None if given.kind == CHOSEN else self.edge_set_of(node)
+        self._must_be_normed_by_columns(node, given.kind == CHOSEN or edges is not None)
         arguments = norm_arguments(node)
         sums = replace(node, call=edge_sums, args=(given, edges, end, self.vertices), kwargs={})
         scale = replace(node, call=edge_scale, args=(sums,), kwargs=arguments)
         del arguments["input"]
         for new, index in ((sums, 0.2), (scale, 0.1)):
             new.kind, new.index, self.order[new] = ROWS, node.index - index, self.order[node]
-        width = 2 * node.value.shape[1]
-        sums.value, scale.value = (node.value.new_ones(self.n, w) for w in (width + 1, width))
-        sums.piece = max(given.piece, GATHER)
-        scale.piece = sums.piece + 2
+        sums.value = node.value.new_ones(self.n, 2 * node.value.shape[1] + 1)
+        names = [arguments[name] for name in ("running_mean", "running_var", "weight")]
+        mean, variance, weight = (each and self.place.named(each.name) for each in names)
+        if arguments["training"]:
+            mean, variance = given.value.mean(0), given.value.var(0, unbiased=False)
+        scale.value = edge_scale(sums.value, mean, variance, weight, arguments["eps"]).detach()
+        sums.piece = max(given.piece, 0 if edges is None else GATHER)
+        scale.piece = self._after_norm(sums.piece)
         node.call, node.kwargs = norm_edges, {}
         node.args = (given, scale, edges, end, arguments["bias"])
+
+    @staticmethod
+    def _after_norm(piece: int) -> int:
+        """Return the piece that begins with a batch norm of rows from a piece."""
+        return piece + (3 if piece % 3 == PREPARE else 2)
 
     def _reads_own(self, node: Node, read: Node) -> bool:
         """Whether the value of an edge, or vertex, depends on the row of its destination alone."""

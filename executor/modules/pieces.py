@@ -52,9 +52,11 @@ def pair_ids(source: Tensor, reader: Tensor) -> Tensor:
 
 
 def drawn(rows: Tensor, node: Node, ids: Tensor, drop: Drop, p: float) -> Tensor:
-    """Drop rows as the call of dropout `node` does; the mask of a row follows from its id [n]."""
+    """Drop rows as the call of dropout `node` does; the mask of a row follows from its id [n].
+
+    An id may have several rows."""
     by_row = rows.movedim(node.dim, 0)
-    flat = by_row.reshape(by_row.shape[0], -1)
+    flat = by_row.reshape(len(ids), by_row.numel() // max(len(ids), 1))
     dropped = dropout(flat, drop.seed, drop.epoch, DRAWS + node.number, ids, p)
     return dropped.view(by_row.shape).movedim(0, node.dim)
 

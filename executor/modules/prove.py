@@ -45,9 +45,11 @@ from gnnplan.executor.modules.cut import Cutter, Program, differing
 from gnnplan.executor.modules.evaluate import Place, tensors
 from gnnplan.executor.modules.pieces import Pieces, drawn, pair_ids
 from gnnplan.executor.modules.record import (
+    CHOSEN,
     COUNTER,
     DROPOUTS,
     INNER,
+    OF_TURNED,
     Asked,
     Cuts,
     Named,
@@ -70,7 +72,7 @@ from gnnplan.executor.modules.rewrite import (
     rewritten,
     sums_at,
 )
-from gnnplan.executor.modules.structure import OF_TURNED, Structure
+from gnnplan.executor.modules.structure import Structure
 from gnnplan.planner.graph.graph import CsrEdges
 
 T = TypeVar("T")
@@ -298,7 +300,7 @@ def recorded_of(
         (own, few), (_, many) = (on(graph, takes_constants) for graph in (small, small.larger))
         if few.cuts or many.cuts:
             _must_not_read_chunks(module, small, is_training, few.cuts or many.cuts)
-        return own, rewritten(few, many, small.graph.directed)
+        return own, rewritten(few, many, small.graph.directed, Place(named_in(own)))
 
     try:
         return on_both(takes_constants=True)
@@ -364,20 +366,27 @@ def _suspected(pieces: Pieces, small: Small, is_training: bool) -> str:
         return "forward also reads the graph without the self-loops that it adds; add them first"
     edge_sets = [edges.value for edges in edge_sets_of(pieces.training.live)]
     sizes = {small.vertices, *(edges.shape[1] for edges in edge_sets)}
-    added = dict(sums_at(pieces.training.recorded))
+    added, reader = dict(sums_at(pieces.training.recorded)), pieces.training.recorded.reader
     for node in pieces.training.live:
-        if added.get(node) == 0:
+        if added.get(node, reader) != reader:
+            why = (
+                "a part knows the edges into its vertices; add up rows of edge_index[0] at"
+                " edge_index[1] (if the graph is undirected, write col, row = edge_index), or turn"
+                " the edges in the graph's file"
+                if small.graph.directed
+                else "other sums are at edge_index[1]: of an undirected graph both are equal if"
+                " neither dropout nor numbers of edges, as edge_weight, are in them; add up at one"
+            )
             return (
-                f"{node.place}{node.what} adds rows up at edge_index[0], where edges start, and a"
-                " part knows the edges into its vertices; add up rows of edge_index[0] at"
-                " edge_index[1] (if the graph is undirected, write col, row = edge_index)"
+                f"{node.place}{node.what} adds rows up at edge_index[0], where edges start, and"
+                f" {why}"
             )
         if node.call is flip:
             return f"{node.place}{OF_TURNED}"
         if isinstance(node.call, Named):
             return (
                 f"{node.place}{node.call.name} ({node.call.kind}) is called as a whole, since torch"
-                " does not see all that it computes: that must follow from the edges into each"
+                f" does not see all{node.call.unseen}: that must follow from the edges into each"
                 " vertex, looked at once"
             )
         shapes = [value.shape for value in tensors(node.value) if node.kind == INNER]
@@ -768,7 +777,7 @@ def as_pieces_draw(pieces: Pieces, whole: CsrEdges, drop: Drop) -> Dropouts:
 
     def draw(rows: Tensor, p: float) -> Tensor:
         node = next(nodes)
-        ids = torch.arange(rows.shape[node.dim])
+        ids = torch.arange(whole.vertices if node.kind == CHOSEN else rows.shape[node.dim])
         if (edges := node.edges) is not None:
             ids = pair_ids(*pieces.structure.values_on(whole, [edges], {})[edges])
         return drawn(rows, node, ids, drop, p)

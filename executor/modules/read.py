@@ -54,7 +54,7 @@ from gnnplan.executor.modules.make import (
 from gnnplan.executor.modules.pieces import Pieces
 from gnnplan.executor.modules.prove import followed, prove, run_once
 from gnnplan.executor.modules.record import Asked, Named, Unfit, words_of
-from gnnplan.executor.modules.rewrite import edge_scale
+from gnnplan.executor.modules.rewrite import norm_edges
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.gnn.workload import Module, ModuleLayer, Workload
 from gnnplan.planner.graph.data import unread_by
@@ -283,7 +283,7 @@ def _described(
         "vertex_fields": _shapes("vertex", graph.vertex, pieces),
         "edge_fields": _shapes("edge", graph.edge, pieces),
         "ends": ends,
-        "norms_edges": any(node.call is edge_scale for node in pieces.training.live),
+        "norms_edges": any(n.call is norm_edges and n.args[2] for n in pieces.training.live),
     }
 
 

@@ -80,6 +80,19 @@ IN_LIBRARY = (
     " --directed; its matrix, which may not be dense, is torch.sparse_coo_tensor("
     "edge_index.flip(0), weights, (x.size(0), x.size(0)))"
 )
+OF_TURNED = (
+    "edges are turned, and numbers of edges, as edge_weight, belong to them as they were; leave out"
+    " what turns them: an undirected graph has each both ways"
+)
+REVERSED = (
+    "dgl.reverse turns the edges of a directed graph, and a part knows the edges into its vertices;"
+    " leave it out, or plan without --directed, if messages may pass both ways"
+)
+OTHER_GRAPH = (
+    "forward makes a graph of its own, as to_bidirected, khop_graph and DropEdge do, and ranks have"
+    " a part of the graph that it is given; use that one, and make another before, in the graph's"
+    " file; weigh edges to leave some out, or drop whole ones by dropout of the weights"
+)
 NO_MATRIX = "a sparse matrix is made by no call of torch's; make it by torch.sparse_coo_tensor"
 NUMBERS_ASKED = (
     "forward asks for the numbers in a tensor ({}), to branch or to compute outside torch; leave"
@@ -224,10 +237,11 @@ class Slice(NamedTuple):
 class Named:
     """A tensor of the module, or a submodule that is called as a whole, by its name there.
 
-    kind: the name of the submodule's class."""
+    kind: the name of the submodule's class. unseen: of which function torch does not see all."""
 
     name: str
     kind: str = ""
+    unseen: str = ""
 
 
 def leaves_of(tree: Any) -> list[Any]:
@@ -296,7 +310,7 @@ def record(
     parts: paths of submodules to record as one call each. takes_constants: whether a few numbers of
     unknown origin are taken for constants, as of torch.Tensor([0.5]); `with_sizes` refuses those
     that differ on another graph. Raises Unfit with the line."""
-    opaque, graph = {*parts}, inputs.get("g")
+    opaque, graph = dict.fromkeys(parts, ""), inputs.get("g")
     unchanged = None if graph is None else graph.local_var()
     while True:
         before = _states_outside_torch()
@@ -316,7 +330,7 @@ def record(
         except _Unseen as unseen:
             if unseen.path in opaque or not unseen.path:
                 raise Unfit(unseen.words) from None
-            opaque.add(unseen.path)
+            opaque[unseen.path] = _seen_not(unseen)
 
 
 class Cuts(TorchFunctionMode):
@@ -351,7 +365,7 @@ class _Recorder(TorchFunctionMode):
         module: nn.Module,
         inputs: Mapping[str, Any],
         vertices: int,
-        opaque: set[str],
+        opaque: Mapping[str, str],
         may_drop: Collection[str],
         takes_constants: bool,
     ) -> None:
@@ -400,6 +414,8 @@ class _Recorder(TorchFunctionMode):
             return self._answer(self._argument(args[0]), name, lambda: func(*args))
         if name == "squeeze" and len(args) == 1 and not kwargs:  # a rank may have a single row
             args = args[0], tuple(dim for dim, size in enumerate(args[0].shape) if size == 1)
+        if name == "view" and not isinstance(args[-1], torch.dtype):
+            func = Tensor.reshape  # rows may lie beside others
         if name in ("empty", "new_empty", "empty_like"):  # forward writes them before it reads them
             name = name.replace("empty", "zeros")
             func = getattr(Tensor if name == "new_zeros" else torch, name)
@@ -517,11 +533,14 @@ class _Recorder(TorchFunctionMode):
                     self.nodes.append(constant)
                     self._record_result(constant, value)
                 return constant
-            raise _Unseen(self.path_stack[-1], NO_MATRIX if is_sparse(value) else UNSEEN)
+            words = OTHER_GRAPH if self.graph is not None and _callee() else UNSEEN
+            raise _Unseen(self.path_stack[-1], NO_MATRIX if is_sparse(value) else words)
         if id(value) in self.node_by_id:  # a DGL graph
             return self.node_by_id[id(value)]
         if self.graph is not None and getattr(value, "_graph", None) is self.graph._graph:
             return self.inputs["g"]  # a copy with other rows, as from local_var
+        if self.graph is not None and hasattr(value, "_graph"):
+            raise Unfit(f"line {line_now()}: {OTHER_GRAPH}")
         return value
 
     def _is_recorded(self, tensor: Tensor) -> bool:
@@ -609,15 +628,26 @@ class _Recorder(TorchFunctionMode):
             """Return the graph itself, which has one edge type, where DGL would make a subgraph."""
             return graph if graph._graph is self.graph._graph else item(graph, key)
 
-        def with_loops(function: Any, graph: Any, *args: Any, **kwargs: Any) -> Any:
-            is_same = graph._graph is self.graph._graph and not (args or kwargs)
-            return graph if is_same else function(graph, *args, **kwargs)
+        edges = self.inputs[EDGES_OF].value
+
+        def the_same(function: Any, graph: Any, *args: Any, **kwargs: Any) -> Any:
+            """Return the graph itself where a function makes an equal one."""
+            is_own = graph._graph is self.graph._graph
+            if is_own and function.__name__ == "reverse":
+                with torch._C.DisableTorchFunction():
+                    is_directed = not torch.equal(
+                        *(e.unique(dim=1) for e in (edges, edges.flip(0)))
+                    )
+                if is_directed or any(args[1:]) or kwargs.get("copy_edata"):
+                    raise Unfit(f"line {line_now()}: {REVERSED if is_directed else OF_TURNED}")
+                return graph.local_var()
+            return graph if is_own and not (args or kwargs) else function(graph, *args, **kwargs)
 
         vars(self.graph).update({name: partial(of_graph, name) for name in GRAPH_METHODS})
         try:
             with (
                 replaced(dgl.DGLGraph, "__getitem__", of_edge_type),
-                loops_by(self.module, with_loops),
+                graphs_by(self.module, the_same),
             ):
                 yield
         finally:
@@ -628,9 +658,10 @@ class _Recorder(TorchFunctionMode):
         """Call a module; record the call as one node if torch did not see all of it before."""
         path = self.path_by_id.get(id(part))
         if self.is_within_opaque and isinstance(part, _BatchNorm) and part.training:
+            unseen = getattr(self.nodes[-1].call, "unseen", "")
             raise Unfit(
-                f"{path} normalises by moments of all rows in a part that is called as a whole;"
-                " take it out of that part"
+                f"{path} normalises by moments of all rows in a part that is called as a whole,"
+                f" since torch does not see all{unseen}; take out of that part either of them"
             )
         if path is None or self.is_within_opaque:
             return run()
@@ -647,7 +678,7 @@ class _Recorder(TorchFunctionMode):
                 ):
                     raise _Unseen(path)
             return result
-        whole = Named(path, type(part).__name__)
+        whole = Named(path, type(part).__name__, self.opaque[path])
         return self._record_whole(whole, args, kwargs, run, path in self.may_drop)
 
     def _record_whole(
@@ -697,16 +728,17 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def loops_by(module: nn.Module, make: Callable[..., Any]) -> Iterator[None]:
-    """Call make(function, graph, ..) in the block where DGL's add_self_loop and remove_self_loop
-    are called, also by a name that the module's file has imported."""
+def graphs_by(module: nn.Module, make: Callable[..., Any]) -> Iterator[None]:
+    """Call make(function, graph, ..) in the block where DGL's add_self_loop, remove_self_loop and
+    reverse are called, also by a name that the module's file has imported."""
     import dgl
 
     def calling(function: Any) -> Any:
         return lambda graph, *args, **kwargs: make(function, graph, *args, **kwargs)
 
     code = getattr(type(module).forward, "__globals__", {})
-    functions = {each: calling(each) for each in (dgl.add_self_loop, dgl.remove_self_loop)}
+    made = dgl.add_self_loop, dgl.remove_self_loop, dgl.reverse
+    functions = {each: calling(each) for each in made}
     known = {n: each for n, each in code.items() if inspect.isfunction(each) and each in functions}
     with ExitStack() as stack:
         for function, called in functions.items():
@@ -871,6 +903,13 @@ def _callee() -> str:
         if not ("/torch/" in file or file.startswith(PACKAGE) or name.startswith("_")):
             inner = f" in {name}"
     return inner
+
+
+def _seen_not(error: BaseException) -> str:
+    """Return ' of F' for the innermost function F, in no file of torch's, that raised an error."""
+    steps = traceback.extract_tb(error.__traceback__)
+    theirs = [s for s in steps if not ("/torch/" in s.filename or s.filename.startswith(PACKAGE))]
+    return f" of {theirs[-1].name}" if theirs else " that it computes"
 
 
 def line_now() -> int:

@@ -18,6 +18,7 @@ import inspect
 import itertools
 import operator
 from collections.abc import Hashable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
+from gnnplan.executor.modules.evaluate import Place
 from gnnplan.executor.modules.record import (
     NUMBERS_ASKED,
     Named,
@@ -47,14 +49,14 @@ PICKS = ("getitem", "index_select", "masked_select", "cat", "concat", "concatena
 BATCH_NORM = inspect.signature(F.batch_norm)
 
 
-def rewritten(small: Recorded, large: Recorded, is_directed: bool) -> Recorded:
+def rewritten(small: Recorded, large: Recorded, is_directed: bool, place: Place) -> Recorded:
     """Return the recording on a small graph, rewritten, with sizes from one on a large graph.
 
-    Raises Unfit if something else of the two differs."""
+    place: runs calls on the small graph. Raises Unfit if something else of the two differs."""
     recorded = with_sizes(small, large)
     merge_equal_calls(recorded, {})
     join_ends(recorded)
-    return recorded if is_directed else read_both_ways(recorded)
+    return recorded if is_directed else read_both_ways(recorded, place)
 
 
 def with_sizes(small: Recorded, large: Recorded) -> Recorded:
@@ -95,8 +97,11 @@ def with_sizes(small: Recorded, large: Recorded) -> Recorded:
         if is_same:
             return first
         if type(first) is type(second) is int:
-            if (first, second) == (small.vertices, large.vertices):
-                return small.inputs["vertices"]
+            times, rest = divmod(first, small.vertices)
+            if (second, rest) == (times * large.vertices, 0):  # several rows of each vertex
+                size = small.inputs["vertices"]
+                several = Node(operator.mul, (size, times), index=node.index - 0.5, value=first)
+                return size if times == 1 else several
             if edges := counts.get((first, second)):
                 for rival in rivals.get((first, second), ()):
                     as_many = Node(left_none_out, (rival, edges), line=edges.line, path=edges.path)
@@ -219,7 +224,11 @@ def sums_at(recorded: Recorded) -> Iterator[tuple[Node, int]]:
         if node not in of_rows or not node.what.startswith(ADDS):
             continue
         places = [read for read in node.reads if _is_integer(read.value)]
-        sets = {*live_nodes(places)}.intersection(edge_sets)
+        near = [*places]  # whole numbers that these follow from, up to edge sets
+        for each in near:
+            reads = [] if each in edge_sets else each.reads
+            near += [r for r in reads if _is_integer(r.value) or isinstance(r.value, tuple)]
+        sets = {*near}.intersection(edge_sets)
         firsts = [at.value[..., None].flatten(1)[:, 0] for at in places]  # of H columns
         for edges, end in itertools.product(sorted(sets, key=lambda s: -s.index), (1, 0)):
             if any(torch.equal(at, edges.value[end]) for at in firsts):
@@ -227,13 +236,16 @@ def sums_at(recorded: Recorded) -> Iterator[tuple[Node, int]]:
                 break
 
 
-def read_both_ways(recorded: Recorded) -> Recorded:
+def read_both_ways(recorded: Recorded, place: Place) -> Recorded:
     """Let parts of an undirected graph compute sums at edge_index[0].
 
     `forward` may turn the edges, as PyG's DirGNNConv does. If all sums are at the end 0, as in
-    EGNN, parts get the edges from their vertices."""
-    if "edge_index" in recorded.inputs and {end for _, end in sums_at(recorded)} == {0}:
+    EGNN, parts get the edges from their vertices. If some are, these read edges the other way."""
+    sums = [*sums_at(recorded)]
+    if "edge_index" in recorded.inputs and {end for _, end in sums} == {0}:
         recorded.reader = 0
+    elif {end for _, end in sums} == {0, 1}:
+        _turn(recorded, [node for node, end in sums if end == 0], place)
     edge_sets = edge_sets_of(live_nodes([recorded.output]))
     for first, second in itertools.combinations(edge_sets, 2):
         if (
@@ -245,16 +257,62 @@ def read_both_ways(recorded: Recorded) -> Recorded:
     return recorded
 
 
+def _turn(recorded: Recorded, sums: Iterable[Node], place: Place) -> None:
+    """Exchange sources and destinations in what sums add up, where the sums are equal then.
+
+    They are on an undirected graph, unless numbers of edges are in them."""
+    of_edges = follow_from(live_nodes(sums), lambda node: is_edge_set(node.value))
+    twins: dict[Node, Node] = {}
+
+    def called(node: Node) -> Node:
+        """Return the call with the twins of what it reads."""
+        new = replace(node)
+        new.replace_reads({read: twin(read) for read in node.reads})
+        new.value = place.call(new, {read: read.value for read in new.reads})
+        return new
+
+    def twin(node: Node) -> Node:
+        if node not in twins:
+            sizes = node.value.shape[:1] if isinstance(node.value, Tensor) else ()
+            is_of_edges = node in of_edges and sizes not in ((), (recorded.vertices,))
+            twins[node] = turned(node) if is_of_edges else node
+        return twins[node]
+
+    def turned(node: Node) -> Node:
+        if node.drops or node.in_place or is_edge_set(node.value):
+            raise ValueError("one mask per edge, or edges as a whole")
+        if node.what == "getitem" and node.args[1] in (0, 1):
+            edges, end = node.args
+            if is_edge_set(edges.value) or any(is_edge_set(read.value) for read in edges.reads):
+                return replace(node, args=(edges, 1 - end), value=edges.value[1 - end])
+        return called(node)
+
+    for node in sums:
+        with suppress(Exception):  # whatever fails, the sum stays as it is
+            new = called(node)
+            if torch.allclose(new.value, node.value, 1e-3, 1e-3):
+                node.args, node.kwargs = new.args, new.kwargs
+
+
 def is_batch_norm(node: Node) -> bool:
     """Whether a call needs moments of all rows."""
     return node.call in (F.batch_norm, edge_scale)
 
 
-def edge_sums(rows: Tensor, edges: Tensor, end: int, vertices: int) -> Tensor:
+def _owners(rows: Tensor, edges: Tensor | None, end: int, vertices: int) -> Tensor:
+    """Return the vertex of each row: where its edge ends; of no edges, each has as many rows."""
+    if edges is not None:
+        return edges[end]
+    every = torch.arange(vertices, device=rows.device)
+    return every.repeat_interleave(len(rows) // max(vertices, 1))
+
+
+def edge_sums(rows: Tensor, edges: Tensor | None, end: int, vertices: int) -> Tensor:
     """Return for each vertex the sums, over edges that end there, of rows [E, H], their squares,
     and 1: [N, 2 H + 1]. A batch norm of edges follows from the means of these over all vertices."""
     each = torch.cat([rows, rows.square(), rows.new_ones(len(rows), 1)], 1)
-    return each.new_zeros(vertices, each.shape[1]).index_add(0, edges[end], each)
+    owners = _owners(rows, edges, end, vertices)
+    return each.new_zeros(vertices, each.shape[1]).index_add(0, owners, each)
 
 
 def edge_moments(means: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -276,10 +334,10 @@ def edge_scale(
 
 
 def norm_edges(
-    rows: Tensor, scales: Tensor, edges: Tensor, end: int, bias: Tensor | None
+    rows: Tensor, scales: Tensor, edges: Tensor | None, end: int, bias: Tensor | None
 ) -> Tensor:
     """Normalise rows of edges [E, H], by the rows of edge_scale of the vertices where they end."""
-    mean, scale = scales[edges[end]].chunk(2, 1)
+    mean, scale = scales[_owners(rows, edges, end, len(scales))].chunk(2, 1)
     out = (rows - mean) * scale
     return out if bias is None else out + bias
 

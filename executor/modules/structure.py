@@ -24,6 +24,7 @@ from gnnplan.executor.modules.record import (
     EDGES_OF,
     INNER,
     NUMBERS_ASKED,
+    OF_TURNED,
     STRUCTURE,
     Asked,
     Node,
@@ -38,10 +39,6 @@ from gnnplan.executor.modules.record import (
 from gnnplan.executor.modules.rewrite import flip, left_none_out
 from gnnplan.planner.graph.graph import CsrEdges
 
-OF_TURNED = (
-    "edges are turned, and numbers of edges, as edge_weight, belong to them as they were; leave out"
-    " what turns them: an undirected graph has each both ways"
-)
 TURNED = (
     "the graph's from end to start, and a part knows the edges into its vertices; leave out what"
     " turns them. A sparse matrix has a row per reader:"

@@ -83,7 +83,9 @@ class M(nn.Module):
 IN_FORWARD = r"""
     nothing | carried | h = h + 0
     edges backwards | carried | h = self.c(h, edge_index.flip(0))
-    edges backwards by hand | refused | h = torch.zeros_like(h).index_add_(0, src, h[dst])
+    edges backwards by hand | carried by day | few = torch.bincount(src, minlength=len(h)).clamp(min=1)[src, None] ;; h = torch.zeros_like(h).index_add_(0, src, self.lin(h)[dst].tanh() / few)
+    edges backwards, with their weights | adds rows up at edge_index\[0\] | h = torch.zeros_like(h).index_add_(0, src, other[:, None] * h[dst])
+    edges backwards, dropped | adds rows up at edge_index\[0\] | h = torch.zeros_like(h).index_add_(0, src, F.dropout(h[dst], 0.5, self.training))
     the first edges | line 1: getitem makes other edges of a part .* edges by their places | h = self.c(h, edge_index[:, :40])
     edges of heavy weight | either | h = self.c(h, edge_index[:, edge_weight > 0.6])
     edges to larger ids | either | h = self.c(h, edge_index[:, src < dst])
@@ -242,6 +244,8 @@ IN_FORWARD = r"""
     constants that torch does not see made | carried by day | h = h * (torch.FloatTensor([0.5, 2.0]).to(x) * torch.from_numpy(np.arange(8.0)).to(x)[:2]).repeat(4)
     sorted edges | carried by day | types, order = torch.sort(dst % 2) ;; ends = torch.searchsorted(types, torch.arange(3)) ;; scale = torch.bincount(src, minlength=x.size(0)) + 1.0 ;; m = torch.tanh(h)[src[order]] / scale[src[order], None].to(x) ;; m = torch.where((torch.arange(len(order)) < ends[1])[:, None], m, m.cos()) ;; h = torch.zeros(x.size(0), 8).to(x).index_add(0, dst[order], m)
     segments of edges | carried by day | order, degrees = torch.argsort(dst), torch.bincount(dst, minlength=x.size(0)) ;; h = torch.segment_reduce(h[src[order]], "max", lengths=degrees, initial=0.0).cos()
+    several rows of each vertex | carried by day | t = torch.cat([h, self.c(h, edge_index)], 1).view(2 * len(h), 8) ;; t = F.dropout(self.norm(self.lin(t)).relu(), 0.5, self.training) ;; h = h + t.view(len(h), -1, 8).amax(1)
+    as many rows as a field says | no rows of edges | ids = torch.arange(len(h)).repeat_interleave(kind + 1) ;; h = torch.zeros_like(h).index_add(0, ids, F.dropout(h[ids].tanh(), 0.5, self.training))
     vertices in the second dimension | carried by day | two = F.dropout(torch.stack([h, self.lin(h)]), 0.5, self.training) ;; h = self.c(two[0], edge_index).tanh() + two[1] + two.sum(0)
     rows that dropout alone makes others | carried by day | k = h ;; for _ in range(2): ;;     h = self.c(h, edge_index) + self.lin(F.dropout(k, 0.5, self.training))
     checkpoints, also of dropout | carried by day | import torch.utils.checkpoint as c ;; h = c.checkpoint(self.c, h, edge_index, use_reentrant=True) ;; h = c.checkpoint(lambda h: F.dropout(h, 0.5, self.training), h, use_reentrant=False)
@@ -291,8 +295,9 @@ KEPT = r"""
     a counter in a namespace | forward changes self.kept from call to call | import argparse; self.kept = argparse.Namespace(n=0) | self.kept.n += 1 ;; h = h * (3 if self.kept.n > 99 else 1)
     an array that counts | forward changes self.kept from call to call | self.kept = np.zeros(1) | self.kept += 1 ;; h = h * (3 if self.kept[0] > 99 else 1)
     a schedule with a lambda | forward changes self.kept.last_epoch from call to call | self.kept = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD([nn.Parameter(torch.ones(1))], 1.0), lambda t: 1.0) | self.kept.last_epoch += 1 ;; h = h * (3 if self.kept.last_epoch > 99 else 1)
-    gates of 0 | adds rows up at edge_index\[0\] | self.kept = nn.ParameterList([torch.zeros(()), torch.zeros(())]) | w = softmax((h[src] * h[dst]).sum(1), src, num_nodes=len(h)) ;; h = self.kept[0] * (h + self.kept[1] * torch.zeros_like(h).index_add(0, dst, w[:, None] * h[src]))
+    gates of 0 | adds rows up at edge_index\[0\] | self.kept = nn.ParameterList([torch.zeros(()), torch.zeros(())]) | w = softmax(other * (h[src] * h[dst]).sum(1), src, num_nodes=len(h)) ;; h = self.kept[0] * (h + self.kept[1] * torch.zeros_like(h).index_add(0, dst, w[:, None] * h[src]))
     as many columns as small graphs have rows | carried by day | self.kept = nn.ModuleList([nn.Linear(8, 53), SAGEConv(53, 8)]) | h = self.kept[1](self.kept[0](h).relu(), edge_index)
+    a softmax over sources | carried by day | self.kept = None | w = softmax((h[src] * h[dst]).sum(1), src, num_nodes=len(h)) ;; h = torch.zeros_like(h).index_add(0, dst, w[:, None] * h[src])
     a layer in a list | refused | self.kept = [nn.Linear(8, 8).double()] | h = self.kept[0](h)
 """
 
