@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -30,11 +30,17 @@ def collect(own: bytes) -> Iterator[bytes]:
         if size and rank == me == 0:
             yield own
         elif size and rank == me:
-            dist.send(_message(own), 0)
+            _exchange(dist.isend, _message(own), 0)
         elif size and me == 0:
             message = _message(bytes(size))
-            dist.recv(message, rank)
+            _exchange(dist.irecv, message, rank)
             yield _bytes(message)
+
+
+def _exchange(op: Callable[..., Any], message: torch.Tensor, peer: int) -> None:
+    """Send or receive one message, as a batch: over NCCL torch warns of messages outside one."""
+    for work in dist.batch_isend_irecv([dist.P2POp(op, message, peer)]):
+        work.wait()
 
 
 def _sizes(own: bytes, group: dist.ProcessGroup | None = None) -> list[int]:

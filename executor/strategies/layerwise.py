@@ -212,13 +212,14 @@ class Worker(base.Worker):
         norm, sums = self.net.batch_norm(layer), inputs.sums
         if sums is None or norm is None:
             return
-        count, label = self.vertices_in_all, Label("moments", step, "f", layer)
-        if self.batch is None:
-            self._all_reduce(label, sums)
-        else:  # ranks do not know how many rows a batch has in all
-            flat = torch.cat([sums.flatten(), sums.new_tensor([len(inputs.leaf)])])
+        label, rows = Label("moments", step, "f", layer), len(inputs.leaf)
+        if self.batch is not None and self.rank.world > 1:  # no rank knows a batch's rows in all
+            flat = torch.cat([sums.flatten(), sums.new_tensor([rows])])
             self._all_reduce(label, flat)
-            sums, count = flat[:-1].view_as(sums), max(int(flat[-1]), 1)
+            sums, rows = flat[:-1].view_as(sums), int(flat[-1])
+        else:
+            self._all_reduce(label, sums)
+        count = self.vertices_in_all if self.batch is None else max(rows, 1)
         inputs.moments = Moments.of(norm, sums, count)
 
     def _moment_rows(self, rows: Tensor) -> Tensor:

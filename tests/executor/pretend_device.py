@@ -337,6 +337,11 @@ def _new_empty(tensor: Tensor, *size: Any, device: Any = None, **kwargs: Any) ->
     return OnDevice(out) if is_there else out
 
 
+def _new_tensor(tensor: Tensor, numbers: Any) -> Tensor:
+    where = CUDA if isinstance(tensor, OnDevice) else tensor.device
+    return torch.tensor(numbers, dtype=tensor.dtype, device=where)
+
+
 TO, NEW_EMPTY = Tensor.to, Tensor.new_empty
 
 
@@ -493,6 +498,7 @@ def pretend_device(monkeypatch):
     for name in ("empty", "zeros", "ones", "full", "arange", "tensor"):
         monkeypatch.setattr(torch, name, _made_by(getattr(torch, name)))
     monkeypatch.setattr(Tensor, "new_empty", _new_empty)
+    monkeypatch.setattr(Tensor, "new_tensor", _new_tensor)
     monkeypatch.setattr(Tensor, "to", _to)
     monkeypatch.setattr(Tensor, "cpu", lambda tensor: _to(tensor, "cpu"))
     monkeypatch.setattr(Tensor, "pin_memory", pin)

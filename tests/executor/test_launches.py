@@ -149,6 +149,7 @@ STEPS += [  # other labels, features and numbers
     ("data_parallel", "sage", "sparse", {}, None),
     ("data_parallel", "sage", "rough", {"task": "link", "negatives": 2, "batch": 80}, None),
     ("data_parallel", "sage", "rough", {"dtype": "float64"}, None),
+    ("data_parallel", "sage", "rough", {"norm": "batch"}, None),
     ("snp", "sage", "multi", {}, None),
 ]
 
