@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,22 @@ def test_a_stage_of_trainings_has_its_rows(stage, name, rows):
     for row in found:
         assert row.get("bytes_equal", True) and row.get("order_equal", True), row
         assert row.get("epoch_s", 1.0) > 0 and (not referred or row["losses_off"] == 0), row
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["one", "modules", "shared", "further"])
+def test_every_training_that_a_gpu_is_asked_for_runs(gpu, name, tmp_path, monkeypatch):
+    """On the small graph, of which a rehearsal trains a few: no case fails first on a GPU."""
+    from gpu_stages import training
+    from gpu_stages.record import Setting
+
+    cases, setting = training.cases, Setting(tmp_path, "cpu", small=True)
+    monkeypatch.setattr(training, "cases", lambda _: cases(replace(setting, small=False)))
+    left = gpu.run(name, setting)
+    rows = whole(left)
+    assert left["left_out"] == [] and len(rows) > 12
+    assert all(row["bytes_equal"] and row["order_equal"] for row in rows)
 
 
 def test_losses_that_are_not_the_cpus_are_failures(gpu):
