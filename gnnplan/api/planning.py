@@ -90,7 +90,7 @@ def plan(
     Args:
         graph: A file or folder in any format of docs/how-to/bring-your-graph.md, the name of a
             well-known graph, 'synthetic:...', or an object: a DGLGraph, a PyG Data, a networkx
-            Graph, a SciPy sparse matrix, an edge_index [2, E]. An object is written to the cache,
+            Graph, a SciPy matrix, an edge_index [2, E]. An object is written to the cache,
             where the ranks read it.
         cluster: A preset, a YAML file, a mapping of fields, or a Cluster. 'local' is this machine.
         workload: A YAML file, a preset, a mapping of fields, or a Workload.
