@@ -89,8 +89,8 @@ class Optimizer:
 
 
 def _by_row(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return tensors with views of those that are stored by column: torch's fused kernels copy
-    these, for which a weight of sparse features takes twice the time."""
+    """Return tensors with views of those that are stored by column, as a weight of compressed
+    features is: torch's fused kernels copy these, which takes twice the time."""
     return [t.t() if t.dim() == 2 and not t.is_contiguous() else t for t in tensors]
 
 
