@@ -180,16 +180,17 @@ class TaskGraph:
 
         def meet(needs: list[_Node | _Activity]) -> None:
             """Meet a need of each of these; start what has no other, and all that follows."""
+            now = env.now
             while needs:
                 begun = needs.pop()
                 begun.missing -= 1
                 if begun.missing:
                     continue
                 if isinstance(begun, _Node):
-                    begun.start = env.now
+                    begun.start = now
                     needs.append(begun.activity)
                 elif not begun.seconds:
-                    needs += begun.end(env.now)
+                    needs += begun.end(now)
                 elif contention and begun.demand.busy:
                     factor = begun.seconds / begun.seconds_alone
                     network.start(begun.demand, partial(end, begun), begun.threads, factor)
