@@ -8,11 +8,12 @@ RUN ?= runs/demo
 SOAK ?= 600
 GPU_PYTHON ?= python3
 GPU_OUT ?= runs/gpu
+PYTHON_OF_GPUS ?= python3.12
 MINUTES ?= 9
 # Images often set it; every process would compile torch anew, which takes longer than to import it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo lint test quick nightly mutants soak bench gpu published docs dist clean
+.PHONY: demo lint test quick nightly mutants soak bench gpu rehearsal published docs dist clean
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -58,6 +59,15 @@ bench: .venv/.installed  ## timings: ratios measured side by side, never asserte
 gpu:  ## what only a GPU can show, with the torch of $(GPU_PYTHON), in $(MINUTES) minutes; STAGES=more: what these had no time for
 	$(GPU_PYTHON) benchmarks/gpu.py all --out $(GPU_OUT) --minutes $(MINUTES) $(if $(STAGES),--stages $(STAGES))
 
+.venv-gpu/.installed: pyproject.toml
+	$(PYTHON_OF_GPUS) -m venv .venv-gpu
+	.venv-gpu/bin/pip install --quiet --quiet --disable-pip-version-check --no-compile torch==2.11.0 torch_geometric==2.8.0 'numpy==2.5.*' pytest-timeout pytest-xdist --editable '.[testing]'
+	touch $@
+
+rehearsal: .venv-gpu/.installed  ## all stages of `make gpu` on the CPU, and the executor's tests, with a GPU machine's Python 3.12 and torch 2.11 with CUDA (5 GB)
+	OMP_NUM_THREADS=1 GNNPLAN_NIGHT=1 .venv-gpu/bin/pytest -m "" tests/test_gpu_rehearsal.py
+	OMP_NUM_THREADS=1 .venv-gpu/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder tests/executor
+
 published: .venv/.installed  ## printed figures predicted again: errors and choices
 	$(BIN)/python benchmarks/published.py table
 	$(BIN)/python benchmarks/published.py others
@@ -72,4 +82,4 @@ dist: .venv/.installed  ## the source distribution, and the wheel that it makes,
 	ls dist
 
 clean:
-	rm -rf .venv runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-gpu runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

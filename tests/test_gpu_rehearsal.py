@@ -287,6 +287,16 @@ def test_the_page_has_every_figure_and_is_no_result(gpu, stage):
     assert widths == {10}
 
 
+def test_constants_are_told_in_few_digits(gpu):
+    """A table of rates had all digits of each: 600 characters."""
+    from gpu_stages.table import tables
+
+    rates = {"16": {"32000.0": 23548074961.93748}, "64": {"128000.0": 80650789964.74765}}
+    line = tables("measure", [{"constant": "device.gather", "value": rates, "from": "measured"}])[2]
+    shown = "16: (32000.0: 2.355e+10), 64: (128000.0: 8.065e+10)"
+    assert line == f"| device.gather | {shown} | - | measured |"
+
+
 def test_the_digest_has_figures_and_failures(gpu, stage):
     from gpu_stages.table import digest
 

@@ -137,7 +137,17 @@ def cell(row: Row, name: str) -> str:
         return f"{value:.3g}"
     if name.endswith(("_s", "seconds")):
         return show_time(value)
-    return show_bytes(value) if name.endswith("bytes") else str(value)
+    return show_bytes(value) if name.endswith("bytes") else _short(value)
+
+
+def _short(value: Any) -> str:
+    """A value in few digits, also in a table of rates by width and size."""
+    if isinstance(value, dict):
+        return ", ".join(
+            f"{key}: ({_short(each)})" if isinstance(each, dict) else f"{key}: {_short(each)}"
+            for key, each in value.items()
+        )
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _same(*names: str) -> dict[str, str]:
