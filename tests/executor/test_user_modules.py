@@ -411,7 +411,7 @@ REFUSALS = {
     "tensor3d": "its tiles are those of|has a norm|the rows of all layers meet",
     "gsplit": "hands its rows to layer 2|no rank knows|adds layer 1 up from parts|norm of edges",
     "data_parallel": "a batch norm of edges takes moments of all edges",
-    "p3": "layer 1 must be a sum over feature columns",
+    "p3": "layer 1 must be a sum over feature columns|norm of edges",
 }
 # few bits round a degree to 0, and the module divides by it
 DIVERGE = {("zoo PathfinderDiscovery", "pipegcn(bits=8)")}
