@@ -234,7 +234,10 @@ class SharedCores:
         if not self.count:
             return {}
         busy = self._by_rank(seconds) * self.core_share
-        return {"cores": busy @ np.eye(self.ranks_by_machine.size)[self.machines]}
+        machines = range(self.ranks_by_machine.size)
+        return {
+            "cores": np.stack([busy[..., self.machines == each].sum(-1) for each in machines], -1)
+        }
 
     def computing(self, rank: int, lane: str, seconds: float) -> dict[Port, float]:
         """Return the busy seconds of the ports that a rank's computation uses: lane and cores."""
