@@ -83,17 +83,21 @@ class ReducePhase(NamedTuple):
 
     source: np.ndarray  # [hops]
     target: np.ndarray  # [hops]
-    units: int  # units of the buffer (see `all_reduce`) that each hop sends
+    units: int  # units of the buffer (`AllReduce.unit`) that each hop sends
     messages: int  # messages in which a hop sends these units
     steps: int  # messages that wait for each other
     by_nic: bool = False  # each rank uses its own NIC, instead of all NICs of its server
 
 
-def all_reduce(
-    algorithm: Algorithm, servers: Sequence[Sequence[int]]
-) -> tuple[float, tuple[ReducePhase, ...]]:
-    """Return the phases of an all-reduce among the ranks of these servers, one after the other, and
-    before them the unit in which they count bytes, as a share of the buffer.
+class AllReduce(NamedTuple):
+    """An all-reduce as phases, one after the other."""
+
+    unit: float  # a unit, as a share of the buffer
+    phases: tuple[ReducePhase, ...]
+
+
+def all_reduce(algorithm: Algorithm, servers: Sequence[Sequence[int]]) -> AllReduce:
+    """Return the phases of an all-reduce among the ranks of these servers.
 
     A server's ranks are in an order in which those of an island, and of a PCIe switch, follow each
     other. If servers have different numbers of ranks, the algorithm is a ring.
@@ -103,7 +107,7 @@ def all_reduce(
         order = np.concatenate([np.asarray(ranks) for ranks in servers])
         n = order.size
         phase = ReducePhase(order, np.roll(order, -1), 1, 2 * (n - 1), 2 * (n - 1))
-        return 2 * (n - 1) / n, (phase,) * (n > 1)
+        return AllReduce(2 * (n - 1) / n, (phase,) * (n > 1))
     at = np.asarray(servers)
     count, ranks = at.shape
     hops, rounds = 2 * (ranks - 1), 2 * (count - 1)
@@ -116,7 +120,7 @@ def all_reduce(
     if algorithm == "tree":
         first, depth = at[:, 0], (count - 1).bit_length()
         across = ReducePhase(first, np.roll(first, -1), ranks * (count - 1), 2, 2 * depth)
-    return 2 / at.size, tuple(phase for phase in (inside, across) if phase.units)
+    return AllReduce(2 / at.size, tuple(phase for phase in (inside, across) if phase.units))
 
 
 # -- transfers -------------------------------------------------------------------------------------
@@ -167,7 +171,7 @@ class AllReduces:
         return Transfer(largest(latencies), ports)
 
     def phases(self, algorithm: Algorithm, group: Group) -> tuple[float, list[GroupPhase]]:
-        """Return the unit (see `all_reduce`) and the phases of an all-reduce among `group`."""
+        """Return the unit (`AllReduce.unit`) and the phases of an all-reduce among `group`."""
         key = algorithm, group
         if key not in self._known:
             at, ranks = self.ports.places, np.array(group)
@@ -177,10 +181,11 @@ class AllReduces:
                 np.lexsort((gpus[ranks], at.switch[ranks], island[ranks], at.server[ranks]))
             ]
             by_server = np.split(order, np.flatnonzero(np.diff(at.server[order])) + 1)
-            unit, reduction = all_reduce(algorithm, [ranks.tolist() for ranks in by_server])
+            reduction = all_reduce(algorithm, [ranks.tolist() for ranks in by_server])
             first_of_nic = np.unique(at.nic[order], return_index=True)[1]
             users = order[np.sort(first_of_nic)]
-            self._known[key] = unit, [self._in_group(phase, users) for phase in reduction]
+            phases = [self._in_group(phase, users) for phase in reduction.phases]
+            self._known[key] = reduction.unit, phases
         return self._known[key]
 
     def _in_group(self, phase: ReducePhase, users: np.ndarray) -> GroupPhase:

@@ -74,12 +74,15 @@ class Routes:
 
     def _bytes_forward(self, between: np.ndarray) -> np.ndarray:
         """Return the bytes on the cable from each router of a ring to the next [points]."""
-        start, behind = np.arange(self.points), np.arange(self.points // 2)[:, None]
-        end = (start + behind + 1) % self.points
-        forward, back = self._around(start, end)
-        sent = (forward <= back) / (1.0 + (forward == back)) * between[start, end]
-        passing = np.cumsum(sent[::-1], 0)[::-1]  # from each start, with so many cables behind
-        return np.asarray(passing[behind, (start - behind) % self.points].sum(0))
+        start = np.arange(self.points)
+        cable = passing = np.zeros(self.points)
+        for left in range(self.points // 2, 0, -1):  # cables from here to the destination
+            end = (start + left) % self.points
+            forward, back = self._around(start, end)
+            share = (forward <= back) / (1.0 + (forward == back))
+            passing = np.roll(passing, 1) + share * between[start, end]
+            cable = cable + passing
+        return cable
 
     def passes(
         self, source: np.ndarray, target: np.ndarray

@@ -24,7 +24,6 @@ its island, its PCIe switch or its server. No list of messages is needed."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -39,6 +38,7 @@ from gnnplan.planner.vocabulary.numbers import (
     Number,
     Outer,
     RankMatrix,
+    cells,
     largest,
     total,
 )
@@ -93,68 +93,57 @@ def add(ports: dict[str, np.ndarray], more: PortSeconds, times: int = 1) -> None
 Count = np.ndarray
 
 
-class Messages(ABC):
-    """Messages between ranks, in two forms; the module's docstring says what a count is."""
-
-    @abstractmethod
-    def within(self, *places: np.ndarray, to: np.ndarray | None = None) -> Count:
-        """Count the messages whose two ranks are equal in each of `places` (arrays [ranks], such as
-        the server of each rank); only those to the ranks `to` (bool [ranks]), if given."""
-
-    @abstractmethod
-    def at(self, count: Count, at_sender: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Return ranks that send, or receive, and how many messages of the count each does."""
-
-    @abstractmethod
-    def hops(self, routes: Routes, point: np.ndarray) -> Count:
-        """Count the links of a fabric that messages pass; `point` is each rank's point [ranks]."""
-
-    @abstractmethod
-    def between(self, routes: Routes, point: np.ndarray, nbytes: Number) -> np.ndarray:
-        """Return the bytes from point to point of a fabric [points, points]."""
-
-    def sent_by(self, count: Count, some: np.ndarray) -> Count:
-        """Restrict a count to messages that `some` ranks (bool [ranks]) send."""
-        return np.asarray(count * some[self.at(count, True)[0]])
-
-    def load(
-        self, count: Count, numbers: np.ndarray, at_sender: bool, nbytes: Number = 1.0
-    ) -> np.ndarray:
-        """Return the bytes that pass each port at the senders, or at the receivers [ports].
-
-        `numbers` is the port of each rank [ranks]; `nbytes` are the bytes of each message [B].
-        """
-        ranks, passing = self.at(count, at_sender)
-        return np.bincount(numbers[ranks], passing * nbytes, int(numbers.max()) + 1)
-
-
 @dataclass(frozen=True, eq=False)
-class MessageList(Messages):
+class MessageList:
     """Messages from rank `source[m]` to rank `target[m]`."""
 
     source: np.ndarray  # [messages]
     target: np.ndarray  # [messages]
 
     def within(self, *places: np.ndarray, to: np.ndarray | None = None) -> Count:
+        """Count the messages whose two ranks are equal in each of `places` (arrays [ranks], such as
+        the server of each rank); only those to the ranks `to` (bool [ranks]), if given."""
         out = np.ones(self.source.size) if to is None else 1.0 * to[self.target]
         for place in places:
             out = out * (place[self.source] == place[self.target])
         return out
 
-    def at(self, count: Count, at_sender: bool) -> tuple[np.ndarray, np.ndarray]:
-        return self.source if at_sender else self.target, count
+    def sent_by(self, count: Count, some: np.ndarray) -> Count:
+        """Restrict a count to messages that `some` ranks (bool [ranks]) send."""
+        return np.asarray(count * some[self.source])
+
+    def sent_per_rank(self, count: Count) -> np.ndarray:
+        """Return the number of messages that each rank sends [ranks]."""
+        return np.bincount(self.source, count)
+
+    def ends(self, numbers: np.ndarray, at_sender: bool) -> np.ndarray:
+        """Return `numbers` [ranks] of each message's sender, or of its receiver [messages]."""
+        return np.asarray(numbers[self.source if at_sender else self.target])
+
+    def load(
+        self, count: Count, numbers: np.ndarray, at_sender: bool, nbytes: Number
+    ) -> np.ndarray:
+        """Return the bytes that pass each port at the senders, or at the receivers [ports].
+
+        `numbers` is the port of each rank [ranks]; `nbytes` are the bytes of each message [B].
+        """
+        passing = np.flatnonzero(count)
+        at, size = self.ends(numbers, at_sender)[passing], int(numbers.max()) + 1
+        return np.bincount(at, (count * nbytes)[passing], size)
 
     def hops(self, routes: Routes, point: np.ndarray) -> Count:
+        """Count the links of a fabric that messages pass; `point` is each rank's point [ranks]."""
         return routes.between(point[self.source], point[self.target])
 
     def between(self, routes: Routes, point: np.ndarray, nbytes: Number) -> np.ndarray:
+        """Return the bytes from point to point of a fabric [points, points]."""
         place = point[self.source] * routes.points + point[self.target]
         return np.bincount(place, nbytes, routes.points**2).reshape(routes.points, -1)
 
 
 @dataclass(frozen=True, eq=False)
-class EqualMessages(Messages):
-    """Equal messages between `members`."""
+class EqualMessages:
+    """Equal messages between `members`; the methods are those of `MessageList`."""
 
     members: np.ndarray  # ranks; their order is that of the rows of `pattern`
     pattern: Outer
@@ -167,33 +156,47 @@ class EqualMessages(Messages):
         reached, reaching = (self.pattern.reached(ends, *at) for ends in (receivers, self.senders))
         return np.stack([self.senders * reached, receivers * reaching])
 
-    def at(self, count: Count, at_sender: bool) -> tuple[np.ndarray, np.ndarray]:
-        return self.members, count[0 if at_sender else 1]
+    def sent_by(self, count: Count, some: np.ndarray) -> Count:
+        return np.asarray(count * some[self.members])
 
-    def _at_points(self, ends: np.ndarray, at: np.ndarray, points: int) -> np.ndarray:
-        """Count the `ends` [members] of each group at each point [groups, points]."""
-        out = np.zeros((int(self.pattern.groups.max()) + 1, points))
-        np.add.at(out, (self.pattern.groups, at), ends)
-        return out
+    def sent_per_rank(self, count: Count) -> np.ndarray:
+        return np.asarray(count[0])
+
+    def load(
+        self, count: Count, numbers: np.ndarray, at_sender: bool, nbytes: Number
+    ) -> np.ndarray:
+        messages, size = count[0 if at_sender else 1], int(numbers.max()) + 1
+        return np.bincount(numbers[self.members], messages * nbytes, size)
 
     def hops(self, routes: Routes, point: np.ndarray) -> Count:
         at, points = point[self.members], np.arange(routes.points)
-        received = self._at_points(self.receivers, at, routes.points)
-        links = received @ routes.between(points, points[:, None])  # [groups, points]
-        grouped = links[self.pattern.groups, at]
-        passed = self.senders * (grouped if self.pattern.same else links.sum(0)[at] - grouped)
+        group, rank = cells(self.pattern.groups), np.arange(at.size)
+        received = np.zeros((int(group.max()) + 1, routes.points))
+        np.add.at(received, (group, at), self.receivers)
+        reached = received[group]  # receivers at each point that a rank sends to [ranks, points]
+        if self.pattern.same:
+            reached[rank, at] -= self.receivers
+        else:
+            reached = received.sum(0) - reached
+        passed = self.senders * (reached * routes.between(points[:, None], points)[at]).sum(1)
         return np.stack([passed, np.zeros_like(passed)])
 
     def between(self, routes: Routes, point: np.ndarray, nbytes: Number) -> np.ndarray:
-        at = point[self.members]
+        at, group = point[self.members], cells(self.pattern.groups)
+        table = (routes.points, int(group.max()) + 1)
+        cell = np.ravel_multi_index((at, group), table)
         sent, received = (
-            self._at_points(ends, at, routes.points) for ends in (self.senders, self.receivers)
+            np.bincount(cell, ends, table[0] * table[1]).reshape(table)
+            for ends in (self.senders, self.receivers)
         )
-        grouped = sent.T @ received
-        if self.pattern.same:
-            own = np.bincount(at, self.senders * self.receivers, routes.points)
-            return np.asarray((grouped - np.diag(own)) * nbytes)
-        return np.asarray((np.outer(sent.sum(0), received.sum(0)) - grouped) * nbytes)
+        grouped = sent @ received.T
+        if not self.pattern.same:
+            return np.asarray((np.outer(sent.sum(1), received.sum(1)) - grouped) * nbytes)
+        own = np.bincount(at, self.senders * self.receivers, routes.points)
+        return np.asarray((grouped - np.diag(own)) * nbytes)
+
+
+Messages = MessageList | EqualMessages
 
 
 # -- ports of messages -----------------------------------------------------------------------------
@@ -248,12 +251,12 @@ class PortUse(NamedTuple):
         assert isinstance(self.messages, MessageList)
         if self.fabric:
             paths, server = self.fabric
-            ends = self.messages.source, self.messages.target
-            yield "fabric", *paths.passes(*(server[ranks] for ranks in ends))
+            ends = (self.messages.ends(server, at_sender) for at_sender in (True, False))
+            yield "fabric", *paths.passes(*ends)
         for port, count, numbers, at_sender in self.parts:
             passing = np.flatnonzero(count)
-            ranks, shares = self.messages.at(count, at_sender)
-            yield port, passing, numbers[ranks[passing]], shares[passing]
+            at = self.messages.ends(numbers, at_sender)[passing]
+            yield port, passing, at, count[passing]
 
 
 class MessagePorts:
@@ -364,8 +367,7 @@ class MessagePorts:
         itemsize: int = 1,
     ) -> Transfer:
         """Return the transfer of an all-to-all; arguments as in `Cost.exchange`."""
-        ranks = np.arange(self.places.server.size)
-        members = ranks if group is None else np.asarray(group)
+        members = np.arange(self.places.server.size) if group is None else np.asarray(group)
         parts: list[tuple[Messages, Number]]
         if isinstance(sent, Outer):
             parts = [
@@ -380,7 +382,7 @@ class MessagePorts:
         for listed, items in parts:
             for use in self.uses("exchange", listed):
                 add(ports, use.seconds(items * itemsize, messages))
-                add(starts, {use.kind: listed.load(use.hops, ranks, True)})
+                add(starts, {use.kind: listed.sent_per_rank(use.hops)})
                 latency[use.kind] = use.link.latency
         each_s = (float(starts[kind].max()) * seconds for kind, seconds in latency.items())
         return Transfer(total(each_s), ports)
