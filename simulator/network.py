@@ -37,7 +37,6 @@ from scipy.sparse import csc_array
 
 from gnnplan.planner.cluster.cost import Cost, Transfer
 from gnnplan.planner.cluster.places import Port
-from gnnplan.planner.cluster.ports import MessageList
 from gnnplan.planner.vocabulary.numbers import RankMatrix
 
 # `ByFlows` computes new rates at most once in this share of the port bound.
@@ -55,15 +54,14 @@ class Flows:
     @classmethod
     def of(cls, cost: Cost, sent: np.ndarray) -> Flows:
         """Return the messages of an exchange [ranks, ranks], without latencies."""
-        messages = MessageList(*np.nonzero(sent))
-        nbytes = np.asarray(sent[messages.source, messages.target], dtype=float)
-        index, capacity, columns = dict[Port, int](), dict[int, float](), []
-        for use in cost.ports.uses("exchange", messages):
-            stretch = use.link.stretched(nbytes) / nbytes
-            for name, flows, numbers, shares in use.passes():
-                ports = [index.setdefault((name, i), len(index)) for i in numbers.tolist()]
-                capacity |= dict.fromkeys(ports, float(use.link.bandwidth))
-                columns.append((stretch[flows] * shares, ports, flows))
+        source, target = np.nonzero(sent)
+        nbytes = np.asarray(sent[source, target], dtype=float)
+        passes, capacity = cost.ports.passes("exchange", source, target, nbytes)
+        index = {port: i for i, port in enumerate(capacity)}
+        columns = [
+            (shares, [index[name, i] for i in numbers.tolist()], messages)
+            for name, messages, numbers, shares in passes
+        ]
         weight, port, flow = (np.concatenate(column) for column in zip(*columns, strict=True))
         weights = csc_array((weight, (port, flow)), (len(capacity), nbytes.size))
         return cls(nbytes, weights, np.array(list(capacity.values())))

@@ -29,6 +29,7 @@ from gnnplan.planner.cluster.ports import (
     PortUse,
     Transfer,
     add,
+    seconds_of,
 )
 from gnnplan.planner.cluster.spec import Algorithm, Cluster, LinkName
 from gnnplan.planner.vocabulary.numbers import (
@@ -164,7 +165,8 @@ class AllReduces:
             for hops, _, share, uses in phases:
                 nbytes = share * (hops.units * unit * size)
                 for use in uses:
-                    add(ports, use.seconds(nbytes, hops.messages))
+                    loads = use.loads(use.link.stretched(nbytes, hops.messages))
+                    add(ports, seconds_of(loads, use.link.bandwidth))
                 hop_s = total(use.hops * use.link.latency for use in uses)
                 latency = latency + hops.steps * slowest(hop_s)
             latencies.append(latency)

@@ -25,7 +25,7 @@ its island, its PCIe switch or its server. No list of messages is needed."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -85,6 +85,17 @@ def add(ports: dict[str, np.ndarray], more: PortSeconds, times: int = 1) -> None
     for kind, seconds in more.items():
         added = seconds if times == 1 else seconds * times
         ports[kind] = ports[kind] + added if kind in ports else added
+
+
+def seconds_of(loads: Mapping[str, np.ndarray], bandwidth: Number) -> PortSeconds:
+    """Return the seconds for which these loads [B] occupy ports at a bandwidth [B/s].
+
+    For several clusters at once, ports with equal loads are represented by one of them.
+    """
+    if isinstance(bandwidth, np.ndarray):  # [clusters, 1]
+        few = {port: load[:1] if (load == load[0]).all() else load for port, load in loads.items()}
+        return {port: (load[:, None] / bandwidth.T).T for port, load in few.items()}
+    return {port: load / bandwidth for port, load in loads.items()}
 
 
 # -- sets of messages between ranks ----------------------------------------------------------------
@@ -202,6 +213,15 @@ Messages = MessageList | EqualMessages
 # -- ports of messages -----------------------------------------------------------------------------
 
 
+class Passes(NamedTuple):
+    """Pairs of a message and a port that it passes, for ports of one name; arrays are [passes]."""
+
+    port: str
+    messages: np.ndarray  # index of the message
+    numbers: np.ndarray  # number of the port
+    shares: np.ndarray  # bytes on the port per byte of the message
+
+
 class Part(NamedTuple):
     """Messages that pass the ports of one name at their sender, or at their receiver."""
 
@@ -231,32 +251,17 @@ class PortUse(NamedTuple):
             add(out, {port: self.messages.load(count, numbers, at_sender, nbytes)})
         return out
 
-    def seconds(self, nbytes: Number, messages: int = 1) -> PortSeconds:
-        """Return the seconds for which these bytes of each message, sent in `messages` equal
-        messages, occupy ports.
-
-        For several clusters at once, ports with equal loads are represented by one of them.
-        """
-        loads, bandwidth = self.loads(self.link.stretched(nbytes, messages)), self.link.bandwidth
-        if isinstance(bandwidth, np.ndarray):  # [clusters, 1]
-            few = {name: of[:1] if (of == of[0]).all() else of for name, of in loads.items()}
-            return {name: (load[:, None] / bandwidth.T).T for name, load in few.items()}
-        return {name: load / bandwidth for name, load in loads.items()}
-
-    def passes(self) -> Iterator[tuple[str, np.ndarray, np.ndarray, np.ndarray]]:
-        """Yield which of the listed messages pass which ports.
-
-        Yields a port's name, and arrays [passes]: the number of the message, that of the port, and
-        the bytes on the port per byte of the message."""
+    def passes(self) -> Iterator[Passes]:
+        """Yield which of the listed messages pass which ports."""
         assert isinstance(self.messages, MessageList)
         if self.fabric:
             paths, server = self.fabric
             ends = (self.messages.ends(server, at_sender) for at_sender in (True, False))
-            yield "fabric", *paths.passes(*ends)
+            yield Passes("fabric", *paths.passes(*ends))
         for port, count, numbers, at_sender in self.parts:
             passing = np.flatnonzero(count)
             at = self.messages.ends(numbers, at_sender)[passing]
-            yield port, passing, at, count[passing]
+            yield Passes(port, passing, at, count[passing])
 
 
 class MessagePorts:
@@ -345,6 +350,21 @@ class MessagePorts:
             if hops.any():
                 yield PortUse("fabric", link, messages, hops, fabric=(paths, at.server))
 
+    def passes(
+        self, op: str, source: np.ndarray, target: np.ndarray, nbytes: np.ndarray
+    ) -> tuple[list[Passes], dict[Port, float]]:
+        """Return which ports each message passes, and the bandwidth of these ports [B/s]."""
+        passes: list[Passes] = []
+        bandwidth: dict[Port, float] = {}
+        for use in self.uses(op, MessageList(source, target)):
+            stretch = use.link.stretched(nbytes) / nbytes
+            for each in use.passes():
+                shares = stretch[each.messages] * each.shares
+                passes.append(each._replace(shares=shares))
+                for number in np.unique(each.numbers).tolist():
+                    bandwidth[each.port, number] = float(use.link.bandwidth)
+        return passes, bandwidth
+
     def sends(
         self, source: np.ndarray, target: np.ndarray, nbytes: np.ndarray
     ) -> tuple[np.ndarray, PortSeconds]:
@@ -356,7 +376,8 @@ class MessagePorts:
         ports: dict[str, np.ndarray] = {}
         for use in self.uses("send", MessageList(source, target)):
             latencies = latencies + use.hops * use.link.latency
-            add(ports, use.seconds(nbytes))
+            loads = use.loads(use.link.stretched(nbytes))
+            add(ports, seconds_of(loads, use.link.bandwidth))
         return latencies, ports
 
     def exchange(
@@ -381,7 +402,8 @@ class MessagePorts:
         latency: dict[str, Number] = {}
         for listed, items in parts:
             for use in self.uses("exchange", listed):
-                add(ports, use.seconds(items * itemsize, messages))
+                loads = use.loads(use.link.stretched(items * itemsize, messages))
+                add(ports, seconds_of(loads, use.link.bandwidth))
                 add(starts, {use.kind: listed.sent_per_rank(use.hops)})
                 latency[use.kind] = use.link.latency
         each_s = (float(starts[kind].max()) * seconds for kind, seconds in latency.items())
