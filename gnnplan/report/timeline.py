@@ -17,7 +17,6 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from gnnplan.planner.cluster.places import Port, describe_port
-from gnnplan.planner.cluster.ports import MessageList
 from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.evidence.validate import MOVED, describe_operation, operation
 from gnnplan.planner.evidence.validate import WAITING as WAITS
@@ -295,10 +294,10 @@ def loads(candidate: Candidate, sent: np.ndarray) -> list[Load]:
                 describe_port(problem.cluster, placement, (port, number)),
             ),
             nbytes,
-            nbytes / float(use.link.bandwidth) / epoch_s,
+            nbytes / float(kind.link.bandwidth) / epoch_s,
         )
-        for use in problem.cost.ports.uses("exchange", MessageList(source, target))
-        for port, numbers in use.loads(use.link.stretched(sent[source, target])).items()
+        for kind in problem.cost.ports.loads("exchange", source, target, sent[source, target])
+        for port, numbers in kind.bytes_by_port.items()
         for number, nbytes in enumerate(numbers.tolist())
         if nbytes
     ]

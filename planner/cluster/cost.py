@@ -23,15 +23,8 @@ import numpy as np
 
 from gnnplan.planner.cluster.compute import Roofline, SharedCores
 from gnnplan.planner.cluster.places import LINK_NAMES, Places
-from gnnplan.planner.cluster.ports import (
-    MessageList,
-    MessagePorts,
-    PortUse,
-    Transfer,
-    add,
-    seconds_of,
-)
-from gnnplan.planner.cluster.spec import Algorithm, Cluster, LinkName
+from gnnplan.planner.cluster.ports import MessageList, MessagePorts, Transfer, add, seconds_of
+from gnnplan.planner.cluster.spec import Algorithm, Cluster, Link, LinkName
 from gnnplan.planner.vocabulary.numbers import (
     SPREAD,
     Group,
@@ -127,13 +120,23 @@ def all_reduce(algorithm: Algorithm, servers: Sequence[Sequence[int]]) -> AllRed
 # -- transfers -------------------------------------------------------------------------------------
 
 
+class Flows(NamedTuple):
+    """The messages of a phase's hops, from rank `source[i]` to rank `target[i]`."""
+
+    source: np.ndarray  # [flows]
+    target: np.ndarray  # [flows]
+    share: np.ndarray  # share of a hop's bytes that the flow carries [flows]
+
+
 class GroupPhase(NamedTuple):
-    """A phase of an all-reduce in one group: its hops, and the messages that carry them."""
+    """A phase of an all-reduce in one group: its hops, flows, and loads on ports."""
 
     hops: ReducePhase
-    messages: MessageList
-    share: np.ndarray  # share of a hop's bytes that a message carries [messages]
-    uses: list[PortUse]
+    flows: Flows
+    kinds: list[tuple[str, Link]]  # each kind of port, and its link
+    hop_s: Number  # latency of the links that a hop passes [s]
+    # per kind: flow's share -> port -> bytes, per byte of a hop
+    loads: list[dict[float, dict[str, np.ndarray]]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,19 +161,39 @@ class AllReduces:
         cluster = self.ports.cluster
         on_gpus = cluster.device.kind == "cuda"
         algorithm = cluster.all_reduce or ("tree" if on_gpus else "ring")
-        latencies, ports = list[Number](), dict[str, np.ndarray]()
+        latencies: list[Number] = []
+        # (phase, kind of port, messages, bytes of a flow [B]) -> link, port -> bytes per byte
+        together: dict[tuple[int, str, int, float], tuple[Link, dict[str, np.ndarray]]] = {}
         for group, size in groups:
             latency: Number = 0.0
             unit, phases = self.phases(algorithm, group)
-            for hops, _, share, uses in phases:
-                nbytes = share * (hops.units * unit * size)
-                for use in uses:
-                    loads = use.loads(use.link.stretched(nbytes, hops.messages))
-                    add(ports, seconds_of(loads, use.link.bandwidth))
-                hop_s = total(use.hops * use.link.latency for use in uses)
-                latency = latency + hops.steps * slowest(hop_s)
+            for number, (hops, _, kinds, hop_s, loads_by_kind) in enumerate(phases):
+                nbytes = hops.units * unit * size
+                for (kind, link), by_share in zip(kinds, loads_by_kind, strict=True):
+                    for share, loads in by_share.items():
+                        key = number, kind, hops.messages, share * nbytes
+                        add(together.setdefault(key, (link, {}))[1], loads)
+                latency = latency + hops.steps * hop_s
             latencies.append(latency)
+        ports: dict[str, np.ndarray] = {}
+        for (_, _, messages, nbytes), (link, loads) in together.items():
+            sent = float(link.stretched(nbytes, messages))
+            add(ports, seconds_of(loads, sent, link.bandwidth))
         return Transfer(largest(latencies), ports)
+
+    def _in_group(self, phase: ReducePhase, users: np.ndarray) -> GroupPhase:
+        """Return a phase with its flows; users: a rank on each NIC, server by server [NICs]."""
+        source, target, share = flows = self._over_all_nics(phase, users)
+        uses = list(self.ports.uses("all_reduce", MessageList(source, target)))
+        hops = np.array([use.hops for use in uses]).reshape(len(uses), source.size)
+        different = zip(np.unique(hops, axis=1), uses, strict=True)  # [different flows] of each
+        return GroupPhase(
+            phase,
+            flows,
+            [(use.kind, use.link) for use in uses],
+            slowest(total(passes * use.link.latency for passes, use in different)),
+            [{s: use.loads(1.0 * (share == s)) for s in np.unique(share)} for use in uses],
+        )
 
     def phases(self, algorithm: Algorithm, group: Group) -> tuple[float, list[GroupPhase]]:
         """Return the unit (`AllReduce.unit`) and the phases of an all-reduce among `group`."""
@@ -190,11 +213,10 @@ class AllReduces:
             self._known[key] = reduction.unit, phases
         return self._known[key]
 
-    def _in_group(self, phase: ReducePhase, users: np.ndarray) -> GroupPhase:
-        """Return a phase whose hops between servers are spread over all NICs of the two servers.
+    def _over_all_nics(self, phase: ReducePhase, users: np.ndarray) -> Flows:
+        """Return the flows of a phase, with hops between servers spread over all their NICs.
 
-        NCCL has a channel per NIC. If each rank uses its own NIC (`by_nic`), a hop is one message.
-        users: a rank on each NIC, server by server [NICs].
+        NCCL has a channel per NIC. If each rank uses its own NIC (`by_nic`), a hop is one flow.
         """
         server, source, target = self.ports.places.server, phase.source, phase.target
         direct = (server[source] == server[target]) | phase.by_nic
@@ -203,19 +225,19 @@ class AllReduces:
         channels = nics[start] * nics[end]
         hop = np.repeat(np.arange(channels.size), channels)
         sender, receiver = np.divmod(ranges(np.zeros_like(channels), channels), nics[end[hop]])
-        messages = MessageList(
+        return Flows(
             np.append(source[direct], users[first[start[hop]] + sender]),
             np.append(target[direct], users[first[end[hop]] + receiver]),
+            np.append(np.ones(int(direct.sum())), 1 / channels[hop]),
         )
-        share = np.append(np.ones(int(direct.sum())), 1 / channels[hop])
-        return GroupPhase(phase, messages, share, list(self.ports.uses("all_reduce", messages)))
 
     def between(self, sent: float, group: Sequence[int]) -> np.ndarray:
         """Return the bytes between ranks [ranks, ranks] of an all-reduce that sends `sent` [B]."""
         _, phases = self.phases(self.ports.cluster.all_reduce or "ring", tuple(group))
         out = np.zeros((len(self.placement),) * 2)
-        for hops, messages, share, _ in phases:
-            np.add.at(out, (messages.source, messages.target), share * hops.units)
+        for phase in phases:
+            source, target, share = phase.flows
+            np.add.at(out, (source, target), share * phase.hops.units)
         return np.asarray(out * (sent / max(out.sum(), 1.0)))
 
     def bytes_by_link(self, sent: int, group: Sequence[int]) -> dict[LinkName, int]:

@@ -35,6 +35,7 @@ from gnnplan.planner.cluster.places import Places, Port, Routes
 from gnnplan.planner.cluster.spec import Cluster, Fabric, Link, LinkName
 from gnnplan.planner.vocabulary.numbers import (
     ByContent,
+    EqualPairs,
     Number,
     Outer,
     RankMatrix,
@@ -87,15 +88,15 @@ def add(ports: dict[str, np.ndarray], more: PortSeconds, times: int = 1) -> None
         ports[kind] = ports[kind] + added if kind in ports else added
 
 
-def seconds_of(loads: Mapping[str, np.ndarray], bandwidth: Number) -> PortSeconds:
-    """Return the seconds for which these loads [B] occupy ports at a bandwidth [B/s].
+def seconds_of(loads: Mapping[str, np.ndarray], times: float, bandwidth: Number) -> PortSeconds:
+    """Return the seconds for which `times` these loads [B] occupy ports at a bandwidth [B/s].
 
     For several clusters at once, ports with equal loads are represented by one of them.
     """
     if isinstance(bandwidth, np.ndarray):  # [clusters, 1]
         few = {port: load[:1] if (load == load[0]).all() else load for port, load in loads.items()}
-        return {port: (load[:, None] / bandwidth.T).T for port, load in few.items()}
-    return {port: load / bandwidth for port, load in loads.items()}
+        return {port: (load[:, None] * times / bandwidth.T).T for port, load in few.items()}
+    return {port: load * times / bandwidth for port, load in loads.items()}
 
 
 # -- sets of messages between ranks ----------------------------------------------------------------
@@ -158,14 +159,19 @@ class EqualMessages:
 
     members: np.ndarray  # ranks; their order is that of the rows of `pattern`
     pattern: Outer
-    senders: np.ndarray  # 1 for members that send, else 0 [members]
-    receivers: np.ndarray  # 1 for members that receive, else 0 [members]
+    pairs: EqualPairs  # senders and receivers of the messages
+
+    @property
+    def _ends(self) -> tuple[np.ndarray, np.ndarray]:
+        """1 for members that send, and 1 for members that receive, else 0 (each [members])."""
+        return self.pairs.senders.astype(float), self.pairs.receivers.astype(float)
 
     def within(self, *places: np.ndarray, to: np.ndarray | None = None) -> Count:
-        at = [place[self.members] for place in places]
-        receivers = self.receivers if to is None else self.receivers * to[self.members]
-        reached, reaching = (self.pattern.reached(ends, *at) for ends in (receivers, self.senders))
-        return np.stack([self.senders * reached, receivers * reaching])
+        at, (senders, receivers) = [place[self.members] for place in places], self._ends
+        if to is not None:
+            receivers = receivers * to[self.members]
+        reached, reaching = (self.pattern.reached(ends, *at) for ends in (receivers, senders))
+        return np.stack([senders * reached, receivers * reaching])
 
     def sent_by(self, count: Count, some: np.ndarray) -> Count:
         return np.asarray(count * some[self.members])
@@ -180,30 +186,32 @@ class EqualMessages:
         return np.bincount(numbers[self.members], messages * nbytes, size)
 
     def hops(self, routes: Routes, point: np.ndarray) -> Count:
+        senders, receivers = self._ends
         at, points = point[self.members], np.arange(routes.points)
         group, rank = cells(self.pattern.groups), np.arange(at.size)
         received = np.zeros((int(group.max()) + 1, routes.points))
-        np.add.at(received, (group, at), self.receivers)
+        np.add.at(received, (group, at), receivers)
         reached = received[group]  # receivers at each point that a rank sends to [ranks, points]
         if self.pattern.same:
-            reached[rank, at] -= self.receivers
+            reached[rank, at] -= receivers
         else:
             reached = received.sum(0) - reached
-        passed = self.senders * (reached * routes.between(points[:, None], points)[at]).sum(1)
+        passed = senders * (reached * routes.between(points[:, None], points)[at]).sum(1)
         return np.stack([passed, np.zeros_like(passed)])
 
     def between(self, routes: Routes, point: np.ndarray, nbytes: Number) -> np.ndarray:
+        senders, receivers = self._ends
         at, group = point[self.members], cells(self.pattern.groups)
         table = (routes.points, int(group.max()) + 1)
         cell = np.ravel_multi_index((at, group), table)
         sent, received = (
             np.bincount(cell, ends, table[0] * table[1]).reshape(table)
-            for ends in (self.senders, self.receivers)
+            for ends in (senders, receivers)
         )
         grouped = sent @ received.T
         if not self.pattern.same:
             return np.asarray((np.outer(sent.sum(1), received.sum(1)) - grouped) * nbytes)
-        own = np.bincount(at, self.senders * self.receivers, routes.points)
+        own = np.bincount(at, senders * receivers, routes.points)
         return np.asarray((grouped - np.diag(own)) * nbytes)
 
 
@@ -229,6 +237,15 @@ class Part(NamedTuple):
     passing: Count  # share of a message's bytes that passes the port
     numbers: np.ndarray  # the port of each rank [ranks]
     at_sender: bool
+
+
+class PortLoads(NamedTuple):
+    """Bytes that messages put on the ports of one kind."""
+
+    kind: str
+    link: Link
+    starts: np.ndarray  # messages that each rank sends, times the links that they pass [ranks]
+    bytes_by_port: dict[str, np.ndarray]  # port's name -> bytes on each port of this name
 
 
 class PortUse(NamedTuple):
@@ -264,12 +281,21 @@ class PortUse(NamedTuple):
             yield Passes(port, passing, at, count[passing])
 
 
+@dataclass(frozen=True, eq=False)
 class MessagePorts:
     """The ports of a cluster, and the messages' use of them, for ranks that sit at `places`."""
 
-    def __init__(self, cluster: Cluster, places: Places, cores: SharedCores) -> None:
-        self.cluster, self.places, self.cores = cluster, places, cores
-        self.routes = Routes(cluster.fabric, cluster.servers) if cluster.fabric else None
+    cluster: Cluster
+    places: Places
+    cores: SharedCores
+    # loads of an exchange (`Outer`) with one byte per message, keyed by its pairs of ranks
+    _loads_by_pattern: dict[tuple[object, ...], list[PortLoads]] = field(default_factory=dict)
+    routes: Routes | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        fabric = self.cluster.fabric
+        routes = Routes(fabric, self.cluster.servers) if fabric else None
+        object.__setattr__(self, "routes", routes)
 
     def link(self, op: str, where: LinkName | Literal["switch"]) -> Link:
         """Return the link `where`, as measured for operation `op` if the cluster has that."""
@@ -350,6 +376,18 @@ class MessagePorts:
             if hops.any():
                 yield PortUse("fabric", link, messages, hops, fabric=(paths, at.server))
 
+    def loads(
+        self, op: str, source: np.ndarray, target: np.ndarray, nbytes: np.ndarray, messages: int = 1
+    ) -> Iterator[PortLoads]:
+        """Yield the bytes that messages put on the ports, one kind of port after the other.
+
+        source, target, nbytes: [pairs]; each pair's bytes are sent in `messages` equal messages.
+        """
+        listed = MessageList(source, target)
+        for use in self.uses(op, listed):
+            loads = use.loads(use.link.stretched(nbytes, messages))
+            yield PortLoads(use.kind, use.link, listed.sent_per_rank(use.hops), loads)
+
     def passes(
         self, op: str, source: np.ndarray, target: np.ndarray, nbytes: np.ndarray
     ) -> tuple[list[Passes], dict[Port, float]]:
@@ -377,7 +415,7 @@ class MessagePorts:
         for use in self.uses("send", MessageList(source, target)):
             latencies = latencies + use.hops * use.link.latency
             loads = use.loads(use.link.stretched(nbytes))
-            add(ports, seconds_of(loads, use.link.bandwidth))
+            add(ports, seconds_of(loads, 1.0, use.link.bandwidth))
         return latencies, ports
 
     def exchange(
@@ -389,22 +427,35 @@ class MessagePorts:
     ) -> Transfer:
         """Return the transfer of an all-to-all; arguments as in `Cost.exchange`."""
         members = np.arange(self.places.server.size) if group is None else np.asarray(group)
-        parts: list[tuple[Messages, Number]]
-        if isinstance(sent, Outer):
-            parts = [
-                (EqualMessages(members, sent, 1.0 * senders, 1.0 * receivers), items)
-                for items, senders, receivers in sent.equal_pairs
-            ]
-        else:
-            source, target = np.nonzero(sent)
-            parts = [(MessageList(members[source], members[target]), sent[source, target])]
         ports, starts = dict[str, np.ndarray](), dict[str, np.ndarray]()
         latency: dict[str, Number] = {}
-        for listed, items in parts:
-            for use in self.uses("exchange", listed):
-                loads = use.loads(use.link.stretched(items * itemsize, messages))
-                add(ports, seconds_of(loads, use.link.bandwidth))
-                add(starts, {use.kind: listed.sent_per_rank(use.hops)})
-                latency[use.kind] = use.link.latency
+        for each, times in self._loads_of(sent, members, messages, itemsize):
+            add(ports, seconds_of(each.bytes_by_port, times, each.link.bandwidth))
+            add(starts, {each.kind: each.starts})
+            latency[each.kind] = each.link.latency
         each_s = (float(starts[kind].max()) * seconds for kind, seconds in latency.items())
         return Transfer(total(each_s), ports)
+
+    def _loads_of(
+        self, sent: RankMatrix, members: np.ndarray, messages: int, itemsize: int
+    ) -> Iterator[tuple[PortLoads, float]]:
+        """Yield the loads of an exchange on ports, each with a factor to multiply it by.
+
+        The loads of an `Outer` are computed once per set of pairs, for messages of one byte."""
+        if not isinstance(sent, Outer):
+            source, target = np.nonzero(sent)
+            nbytes = sent[source, target] * itemsize
+            loads = self.loads("exchange", members[source], members[target], nbytes, messages)
+            yield from ((each, 1.0) for each in loads)
+            return
+        for pairs in sent.equal_pairs:
+            ends = pairs.senders.tobytes(), pairs.receivers.tobytes()
+            key = sent.groups.tobytes(), sent.same, *ends, members.tobytes()
+            if key not in self._loads_by_pattern:
+                equal = EqualMessages(members, sent, pairs)
+                self._loads_by_pattern[key] = [
+                    PortLoads(use.kind, use.link, equal.sent_per_rank(use.hops), use.loads(1.0))
+                    for use in self.uses("exchange", equal)
+                ]
+            for each in self._loads_by_pattern[key]:
+                yield each, float(each.link.stretched(float(pairs.value * itemsize), messages))
