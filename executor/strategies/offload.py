@@ -162,9 +162,9 @@ class Worker(base.Worker):
         outputs = enumerate(self.model.layers[:-1], 1)
         self.hidden = {layer: rows(layer, spec.h_out) for layer, spec in outputs}  # h_l
         # two buffers alternate: the gradient of h_l is no longer used when that of h_{l-2} begins
-        largest = max(self.hidden.values(), key=Tensor.numel, default=NOTHING)
+        most = max(map(Tensor.numel, self.hidden.values()), default=0)
         count = min(len(self.hidden), 2) * trains
-        buffers = [torch.zeros_like(largest, pin_memory=on_gpu).view(-1) for _ in range(count)]
+        buffers = [torch.zeros(most, dtype=dtype, pin_memory=on_gpu) for _ in range(count)]
         self.gradients = {
             layer: buffers[layer % count][: hidden.numel()].view_as(hidden)
             for layer, hidden in self.hidden.items()

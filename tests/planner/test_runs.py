@@ -59,6 +59,7 @@ from gnnplan.planner.vocabulary.schedule import (
 )
 from gnnplan.planner.vocabulary.trace import Span, transfer_times
 from gnnplan.simulator.noise import Noise, epochs
+from gnnplan.simulator.player import TaskGraph
 from gnnplan.testing.laws import GRAPHS, cluster, problem_of
 
 GRAPH = load("synthetic:community?vertices=600&edges=6000&features=32&classes=4&seed=0")
@@ -466,7 +467,8 @@ def test_a_stragglers_sampler_is_slow_too(straggler, seconds):
     for rank in (0, 1):
         work = Sampling("draw", (rank + 1) * HOST_RATE)
         schedule.tasks.append(Task(Label("draw", 0), rank, "host", work))
-    taken = epochs(schedule, Cost(TWO_SERVERS), 1, Noise(stragglers={straggler: 3.0}), 1)
+    tasks = TaskGraph(schedule, Cost(TWO_SERVERS))
+    taken = epochs(tasks, 1, Noise(stragglers={straggler: 3.0}), 1)
     assert np.allclose(taken, seconds)
 
 
