@@ -402,8 +402,9 @@ def _suspected(pieces: Pieces, small: Small, is_training: bool) -> str:
                 " rank that reads a row has a part of its gradient, and none of all rows'; leave"
                 " out what clips or norms gradients (--set clip=.. clips those of all parameters)"
             )
-    for node in {*pieces.training.recorded.nodes}.difference(pieces.training.live):
-        if is_training and is_batch_norm(node):
+    live = {*pieces.training.live}
+    for node in pieces.training.recorded.nodes:
+        if is_training and is_batch_norm(node) and node not in live:
             return (
                 f"{node.place}no row of the output is made of this batch norm's, and ranks keep no"
                 " running averages of them; leave it out there, as in a last layer"

@@ -119,7 +119,7 @@ class Worker(base.Worker):
         parts = dict(enumerate(share.parts, 1))  # layers may share a part, and what is made of it
         made = {
             part: (Exchange(self.rank, part.give, part.take, device=host), part.vertices)
-            for part in {*share.parts}
+            for part in dict.fromkeys(share.parts)
         }
         exchanges = {n: made[part][0] for n, part in parts.items() if part.exchanges_rows}
         self.own_vertices = self.scored_vertices = torch.from_numpy(share.own)
