@@ -179,7 +179,7 @@ class TaskGraph:
             meet(activity.end(env.now))
 
         def meet(needs: list[_Node | _Activity]) -> None:
-            """Meet a need of each of these; start what has no other, and all that follows."""
+            """Meet a need of each of these; start those that have no other, and what follows."""
             now = env.now
             while needs:
                 begun = needs.pop()

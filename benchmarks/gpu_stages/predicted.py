@@ -48,7 +48,8 @@ class Predicted(NamedTuple):
 
 
 def recorded() -> dict[tuple[str, str], Row]:
-    """Return the last row of each stage and case; an epoch as one CUDA graph is the epoch."""
+    """Return the last figures of each stage and case; a step that was also replayed as a CUDA graph
+    counts with that time."""
     rows = dict[tuple[str, str], Row]()
     for run in json.loads((TRACES / "gpu" / "h200.json").read_text("utf-8"))["runs"]:
         for name, of_stage in run.items():

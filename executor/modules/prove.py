@@ -375,7 +375,7 @@ def _suspected(pieces: Pieces, small: Small, is_training: bool) -> str:
                 " the edges in the graph's file"
                 if small.graph.directed
                 else "other sums are at edge_index[1]: of an undirected graph both are equal if"
-                " neither dropout nor numbers of edges, as edge_weight, are in them; add up at one"
+                " neither dropout nor edge features, as edge_weight, are in them; add up at one"
             )
             return (
                 f"{node.place}{node.what} adds rows up at edge_index[0], where edges start, and"

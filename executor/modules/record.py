@@ -330,7 +330,7 @@ def record(
         except _Unseen as unseen:
             if unseen.path in opaque or not unseen.path:
                 raise Unfit(unseen.words) from None
-            opaque[unseen.path] = _seen_not(unseen)
+            opaque[unseen.path] = _unseen_function(unseen)
 
 
 class Cuts(TorchFunctionMode):
@@ -661,7 +661,8 @@ class _Recorder(TorchFunctionMode):
             unseen = getattr(self.nodes[-1].call, "unseen", "")
             raise Unfit(
                 f"{path} normalises by moments of all rows in a part that is called as a whole,"
-                f" since torch does not see all{unseen}; take out of that part either of them"
+                f" since torch does not see all{unseen}; move the norm, or what torch does not see,"
+                " out of that part"
             )
         if path is None or self.is_within_opaque:
             return run()
@@ -905,7 +906,7 @@ def _callee() -> str:
     return inner
 
 
-def _seen_not(error: BaseException) -> str:
+def _unseen_function(error: BaseException) -> str:
     """Return ' of F' for the innermost function F, in no file of torch's, that raised an error."""
     steps = traceback.extract_tb(error.__traceback__)
     theirs = [s for s in steps if not ("/torch/" in s.filename or s.filename.startswith(PACKAGE))]

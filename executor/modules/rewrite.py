@@ -227,6 +227,7 @@ def sums_at(recorded: Recorded) -> Iterator[tuple[Node, int]]:
         near = [*places]  # whole numbers that these follow from, up to edge sets
         for each in near:
             reads = [] if each in edge_sets else each.reads
+            reads = [read for read in reads if read not in near]
             near += [r for r in reads if _is_integer(r.value) or isinstance(r.value, tuple)]
         sets = {*near}.intersection(edge_sets)
         firsts = [at.value[..., None].flatten(1)[:, 0] for at in places]  # of H columns
@@ -240,7 +241,8 @@ def read_both_ways(recorded: Recorded, place: Place) -> Recorded:
     """Let parts of an undirected graph compute sums at edge_index[0].
 
     `forward` may turn the edges, as PyG's DirGNNConv does. If all sums are at the end 0, as in
-    EGNN, parts get the edges from their vertices. If some are, these read edges the other way."""
+    EGNN, parts get the edges from their vertices. If only some are, what they add up is rewritten
+    with sources and destinations exchanged."""
     sums = [*sums_at(recorded)]
     if "edge_index" in recorded.inputs and {end for _, end in sums} == {0}:
         recorded.reader = 0
@@ -258,9 +260,9 @@ def read_both_ways(recorded: Recorded, place: Place) -> Recorded:
 
 
 def _turn(recorded: Recorded, sums: Iterable[Node], place: Place) -> None:
-    """Exchange sources and destinations in what sums add up, where the sums are equal then.
+    """Exchange sources and destinations in what sums add up, where the sums stay equal.
 
-    They are on an undirected graph, unless numbers of edges are in them."""
+    On an undirected graph they do, unless messages read features of edges."""
     of_edges = follow_from(live_nodes(sums), lambda node: is_edge_set(node.value))
     twins: dict[Node, Node] = {}
 
@@ -279,8 +281,8 @@ def _turn(recorded: Recorded, sums: Iterable[Node], place: Place) -> None:
         return twins[node]
 
     def turned(node: Node) -> Node:
-        if node.drops or node.in_place or is_edge_set(node.value):
-            raise ValueError("one mask per edge, or edges as a whole")
+        if node.drops or node.in_place or is_edge_set(node.value) or is_batch_norm(node):
+            raise ValueError("one mask per edge, edges as a whole, or running averages")
         if node.what == "getitem" and node.args[1] in (0, 1):
             edges, end = node.args
             if is_edge_set(edges.value) or any(is_edge_set(read.value) for read in edges.reads):
@@ -318,9 +320,13 @@ def edge_sums(rows: Tensor, edges: Tensor | None, end: int, vertices: int) -> Te
 def edge_moments(means: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return mean [H] and variance [H] of all edges' rows, and the number of edges per vertex.
 
-    means [2 H + 1]: of edge_sums, over all vertices."""
+    means [2 H + 1]: of edge_sums, over all vertices. All are 0 if the graph has no edges.
+
+    >>> edge_moments(torch.tensor([3.0, 5.0, 2.0])), edge_moments(torch.zeros(3))[0]
+    ((tensor([1.5000]), tensor([0.2500]), tensor(2.)), tensor([0.]))
+    """
     width = len(means) // 2
-    mean, square = means[: 2 * width].view(2, width) / means[-1]
+    mean, square = means[: 2 * width].view(2, width) / means[-1].clamp(min=1e-30)
     return mean, (square - mean * mean).clamp(min=0.0), means[-1]
 
 
