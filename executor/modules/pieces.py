@@ -30,10 +30,12 @@ from gnnplan.executor.modules.cut import (
 from gnnplan.executor.modules.evaluate import Place, Values, grouped, storages
 from gnnplan.executor.modules.record import FIXED, Named, Node, tensors_of
 from gnnplan.executor.modules.rewrite import (
+    centred,
     edge_moments,
     edge_scale,
     is_batch_norm,
     norm_arguments,
+    scale_of,
 )
 from gnnplan.executor.modules.structure import Structure, edge_index_of
 from gnnplan.planner.gnn.model import Model
@@ -213,17 +215,13 @@ class PackedNorm(BatchNorm):
         for node, columns, norm in self.norms_of(piece):
             running = norm["running_mean"], norm["running_var"]
             mean, variance = running if moments is None else moments[:, columns]
-            if node.call is edge_scale:
-                if moments is not None:
-                    mean, variance, _ = edge_moments(mean)
-                rows = values[node.reads[0]]
-                found[node] = edge_scale(rows, mean, variance, norm["weight"], norm["eps"])
+            rows, weight, eps = values[node.reads[0]], norm["weight"], norm["eps"]
+            if node.call is not edge_scale:
+                found[node] = centred(rows, mean, scale_of(variance, weight, eps), norm["bias"])
                 continue
-            scale = (variance + norm["eps"]).rsqrt()
-            if norm["weight"] is not None:
-                scale = norm["weight"] * scale
-            out = (values[node.reads[0]] - mean) * scale
-            found[node] = out if norm["bias"] is None else out + norm["bias"]
+            if moments is not None:
+                mean, variance, _ = edge_moments(mean)
+            found[node] = edge_scale(rows, mean, variance, weight, eps)
         return found
 
 

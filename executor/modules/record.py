@@ -40,7 +40,7 @@ import gnnplan
 
 
 def installed_in(folders: Iterable[str]) -> tuple[str, ...]:
-    """Return how paths begin of what `pip install --target` put into folders."""
+    """Return the beginnings of the paths of packages that pip installed into these folders."""
     found = set[str]()
     for folder in folders:
         for record in Path(folder).absolute().glob("*.dist-info/RECORD"):

@@ -330,13 +330,23 @@ def edge_moments(means: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return mean, (square - mean * mean).clamp(min=0.0), means[-1]
 
 
+def scale_of(variance: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """Return the factor of rows that a batch norm has centred [H]."""
+    scale = (variance + eps).rsqrt()
+    return scale if weight is None else weight * scale
+
+
+def centred(rows: Tensor, mean: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """Return a batch norm's outputs: rows minus the mean, times the scale, plus the bias."""
+    out = (rows - mean) * scale
+    return out if bias is None else out + bias
+
+
 def edge_scale(
     sums: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
     """Return a batch norm's mean and scale of edges, side by side for each vertex [N, 2 H]."""
-    scale = (variance + eps).rsqrt()
-    scale = scale if weight is None else weight * scale
-    return torch.cat([mean, scale]).expand(len(sums), -1)
+    return torch.cat([mean, scale_of(variance, weight, eps)]).expand(len(sums), -1)
 
 
 def norm_edges(
@@ -344,8 +354,7 @@ def norm_edges(
 ) -> Tensor:
     """Normalise rows of edges [E, H], by the rows of edge_scale of the vertices where they end."""
     mean, scale = scales[_owners(rows, edges, end, len(scales))].chunk(2, 1)
-    out = (rows - mean) * scale
-    return out if bias is None else out + bias
+    return centred(rows, mean, scale, bias)
 
 
 def freeze_norms(nodes: Iterable[Node], is_training: bool, frozen: set[Any]) -> None:

@@ -612,7 +612,7 @@ def structure_work(
     """Return the work of a GPU's host on the edges of a block that a user's module reads.
 
     The host makes tensors of edges, as self-loops or degrees, where a block comes to the GPU.
-    Returns the bytes of a buffer that takes as long to pack [B], and calls of the framework."""
+    Returns the number of packed bytes that take as long [B], and calls of the framework."""
     if spec.counted is None or not model.on_gpu:
         return 0.0, 0
     work = spec.counted.structure.work
